@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,6 +37,7 @@ from allranks.torch.checkpoint.spare import PlacedRank, SpareState
 from allranks.torch.checkpoint.state import NAMES, flatten
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.rank_sync import StoreBarrier
+from allranks.torch.model.placement import update_by_nothing
 from allranks.torch.regroup import hand_over, make_room
 from allranks.training.engine.regroup import (
     Handover,
@@ -394,15 +396,17 @@ def test_the_furthest_rank_gives_its_state() -> None:
     assert not furthest(positions[2:]).compares
     all_may_differ = furthest([Position(5), Position(5, is_compared=False), Position()])
     assert all_may_differ.compares and not all_may_differ.unequal
-    assert furthest([Position(4, reached=5), Position()]).new == (1,)
+    assert furthest([Position(4, reached=5), Position(joins=True)]).new == (1,)
 
 
 def test_a_state_that_was_not_compared_is_compared_later() -> None:
     """A rank was lost before all had compared what they received."""
     nothing = dict.fromkeys(field.name for field in fields(Handover))
     state = {"state": {"progress": {"batch_index": 5}}, "is_new": False, "is_compared": True}
-    before = Handover(**cast(Any, {**nothing, **state}))
-    assert not before.after(furthest([Position(5), Position(4)]), before).is_compared
+    loaded = Handover(**cast(Any, {**nothing, **state, "joins": False}))
+    agreed, joins = furthest([Position(5), Position(4)]), replace(loaded, joins=True)
+    assert not loaded.after(agreed, loaded).is_compared
+    assert joins.after(agreed, loaded).joins, "it is refused alone then, too"
 
 
 @pytest.mark.parametrize(
@@ -498,6 +502,50 @@ class NeedsAll(torch.optim.AdamW):
         super().step(closure)
 
 
+class CountsAnd(torch.optim.SGD):
+    """Counts its steps, in an attribute or in a group, and may have the attribute in its state."""
+
+    def __init__(self, *words: Any, saves: str = "", **more: Any) -> None:
+        super().__init__(*words, **more)
+        self.saves, self.steps = saves, torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        group = self.param_groups[0]
+        if self.saves == "group":
+            group["steps"] = group.get("steps", 0) + 1
+        else:
+            self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        more = {"steps": self.steps} if self.saves == "state" else {}
+        return {**super().state_dict(), **more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state.pop("steps", self.steps)
+        super().load_state_dict(state)
+
+
+OF_TORCH = [
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+]
+
+
+@pytest.mark.parametrize("kind", [*OF_TORCH, "", "group", "state"])
+def test_an_optimizer_that_counts_where_no_state_dict_has_it_joins_nobody(kind: str) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    is_of_torch = kind in OF_TORCH
+    if is_of_torch and not hasattr(torch.optim, kind):
+        pytest.skip("of a later torch")
+    make = getattr(torch.optim, kind) if is_of_torch else partial(CountsAnd, saves=kind)
+    optimizer = make([weight], lr=0.1)
+    by_rows = (0,) if kind == "SparseAdam" else ()
+    step = partial(update_by_nothing, [weight], optimizer, by_rows)
+    step()
+    assert regroup.numbers_not_saved(optimizer, step) == ([] if kind else ["steps"])
+
+
 @torch.no_grad()
 def begin_alike(optimizer: torch.optim.Optimizer) -> None:
     """Let all moments lie in one number, and weights in place of squares, as some optimizers do."""
@@ -543,7 +591,7 @@ def test_a_new_rank_receives_into_memory_that_it_has(kind: type[torch.optim.Adam
             gather_texts=lambda text: [json.dumps([skeleton, forms]), text],
             hand=lambda *tensors, **_: memory.extend(t.data_ptr() for t in tensors),
         )
-        agreed = furthest([Position(1), Position()])
+        agreed = furthest([Position(1), Position(joins=True)])
         received = regroup._handed(cast(Any, SimpleNamespace(comm=comm)), own, agreed)
     assert len(memory) == len(sends) == len(flatten(received, "group")[1])
     has_all = set(memory) <= {tensor.data_ptr() for tensor in rooms.values()}

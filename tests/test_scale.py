@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from allranks.cli import runs
 from allranks.cli.display.following import scaled_in_words
-from allranks.errors import ProgramError, RequestError
+from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_rows
 from allranks.job.scaling import (
@@ -445,6 +445,21 @@ def test_what_a_new_rank_says_is_quoted(launch: Launch) -> None:
     assert ": OSError: no such file: data.txt; the other" in launch.answer["report"]
 
 
+def test_a_new_rank_that_is_lost_in_its_first_group_has_not_joined(launch: Launch) -> None:
+    launch.ask(ranks=3)
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    Heartbeat(launch.table.fd, 0).enter_group(1)
+    with JsonLines(rank_events_path(launch.folder.path, 2), attempt=0) as events:
+        events.event("failed", kind="ReplicasDiffer", message="another state")
+    launch.scaling.lost(2, Exit(2, 1, 0.0))
+    launch.watch.alive.pop(2)
+    launch.tick()
+    report = "rank 2 ended before it had joined: ReplicasDiffer: another state"
+    assert launch.answer["report"] == f"{report}; the other ranks train on"
+    assert (launch.table.group.members, launch.table.group.from_step) == ((0, 1), -1)
+
+
 # --- a job that runs -----------------------------------------------------------------------------
 
 STEPS = 300
@@ -594,16 +609,57 @@ def test_a_new_rank_that_dies_harms_nobody(
         assert not job.events("group") and not job.events("scaled")
     else:
         assert (code, out) == (1, "") and "3 ranks train from step " in err
-        assert err.endswith(" on, not 4, as another rank was lost: rank 2 joined\n")
+        assert " on, not 4, as rank 3 ended before it had joined: see " in err
+        assert err.endswith(": rank 2 joined\n")
     assert [row["rank"] for row in job.events("worker_lost")] == [3]
 
 
+OTHER = "ReplicasDiffer: this rank holds another state than it was sent; first in "
+FAULTS = {
+    "a moment": ("ddp", False, "moment", f"{OTHER}exp_avg of 0.weight, in the optimizer"),
+    "a buffer": ("zero1", True, "buffer", f"{OTHER}1.running_mean"),
+    "an error, from a checkpoint": ("zero2", False, "raises", "ProgramError: its state cannot be"),
+    "a refusal": ("ddp", False, "refuses", "another one"),
+    "its end": ("ddp", False, "dies", "see "),
+    "its counter": ("ddp", False, "counts", "its attribute steps, which each step changes"),
+}
+
+
+@pytest.mark.slow(most=3)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_new_rank_that_goes_wrong_leaves_alone(changing: Change, alone: str, name: str) -> None:
+    """The others go on from that boundary; no step is made again."""
+    strategy, has_copies, fault, says = FAULTS[name]
+    job = changing(("join",), strategy=strategy, spare_state=has_copies)
+    job.fields = (f"fault={fault}",)
+    result = job.run()
+    ((code, out, err),) = job.answers
+    assert (code, out) == (1, "") and f"rank 2 ended before it had joined: {says}" in err
+    check_undisturbed(job, result, alone)
+    assert result.summary["world_size"] == 2 and len(job.events("not_scaled")) == 1
+    assert [row["rank"] for row in job.events("worker_lost")] == [2]
+    groups = [(row["members"], row["joined"], row["steps_again"]) for row in job.events("group")]
+    assert groups == ([] if fault == "counts" else [([0, 1], [], 0)])
+
+
 @pytest.mark.slow
-def test_what_a_new_rank_has_received_is_compared(changing: Change) -> None:
-    job = changing(("join",))
-    job.fields = ("lies=true",)
-    with pytest.raises(ProgramError, match=r"rank 2 differs from .* exp_avg of 0.weight"):
-        job.run()
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_sound_rank_stays_and_a_refused_one_may_be_the_first(
+    changing: Change, alone: str, odd: int
+) -> None:
+    """Rank 0 has left, and would lead; rank 3 joins with rank 2, which is as it was sent."""
+    leaves = [("scale", "--leave", "0")] if odd == 0 else []
+    job = changing(*leaves, ("scale", "--ranks", "2" if odd == 0 else "4"))
+    job.fields = ("fault=moment", f"odd={odd}")
+    result = job.run()
+    code, _, err = job.answers[-1]
+    assert code == 1 and f"rank {odd} ended before it had joined: {OTHER}" in err
+    check_undisturbed(job, result, alone)
+    members = job.events("group")[-1]["members"]
+    assert members == ([1] if odd == 0 else [0, 1, 2])
+    assert job.events("group")[-1]["joined"] == ([] if odd == 0 else [2])
+    if odd == 3:
+        assert err.endswith("in the optimizer: rank 2 joined\n"), err
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -53,6 +55,44 @@ def test_one_rank_has_nothing_to_compare() -> None:
     compare_replicas(never(), Comm())
     assert ReplicasDiffer.passing
     assert torch.is_grad_enabled()
+
+
+def errors_of(states: list[dict[str, float]], new: tuple[int, ...]) -> list[str]:
+    """What `compare_replicas` raises on each rank, by name; "" if it raises nothing."""
+    tensors = [{name: torch.tensor(value) for name, value in s.items()} for s in states]
+    wholes = [digest(*state.values()) for state in tensors]
+    rows = [json.dumps({name: digest(t) for name, t in state.items()}) for state in tensors]
+    errors = []
+    for rank, state in enumerate(tensors):
+        gather = iter([wholes, rows]).__next__
+        comm = SimpleNamespace(rank=rank, size=len(states), members=None)
+        comm.gather_texts = lambda text, gather=gather: gather()
+        try:
+            compare_replicas(state.items(), cast(Any, comm), new=new)
+            errors.append("")
+        except ProgramError as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("states", "new", "errors"),
+    [
+        ([{"a": 1, "b": 2}] * 3, (2,), ["", "", ""]),
+        ([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}], (2,), ["P", "P", "R"]),
+        ([{"a": 1, "b": 3}, {"a": 1, "b": 2}, {"a": 1, "b": 2}], (0, 2), ["R", "P", "P"]),
+        ([{"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}], (0,), ["R", "P", "P"]),
+        ([{"a": 1}, {"a": 2}, {"a": 2}], (2,), ["R", "R", "R"]),
+        ([{"a": 1}, {"a": 2}], (0, 1), ["R", "R"]),
+    ],
+    ids=["equal", "the last", "the first of two", "without a name", "older ones", "all are new"],
+)
+def test_a_new_rank_that_differs_is_refused_alone(
+    states: list[dict[str, float]], new: tuple[int, ...], errors: list[str]
+) -> None:
+    """The others lose it (`PeerLost`), and end with it if those before it differ."""
+    names = {"P": "PeerLost", "R": "ReplicasDiffer", "": ""}
+    assert errors_of(states, new) == [names[error] for error in errors]
 
 
 @pytest.mark.slow(but=1)

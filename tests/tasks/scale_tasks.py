@@ -6,18 +6,31 @@ A change of the ranks then comes in the middle of the training, on a fast and on
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from allranks.errors import RequestError
 from allranks.launcher.world import World
 from allranks.torch import Task
 from allranks.torch.data.batch import Batch
 
 PASS_S = 0.005
+
+
+class Counts(torch.optim.AdamW):
+    """Counts its steps where no state dict has them."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
 
 
 @dataclass
@@ -28,8 +41,10 @@ class Unhurried(Task):
     epochs: int = 1000
     hurry: str = ""
     """The file with which a pass takes no longer than it must."""
-    lies: bool = False
-    """Whether rank 2 takes up another state of the optimizer than it was given."""
+    fault: str = ""
+    """What goes wrong in a rank that joins, once it has taken up its state (`_go_wrong`)."""
+    odd: int = 2
+    """The number of that rank."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -37,13 +52,27 @@ class Unhurried(Task):
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if self.lies and World.from_environment().number == 2:
-            first = next(model.parameters())
+        kind = Counts if self.fault == "counts" else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=1e-2)
+        world = World.from_environment()
+        if self.fault and world.group < 0 and world.number == self.odd:
             optimizer.register_load_state_dict_post_hook(
-                lambda loaded: loaded.state[first]["exp_avg"].add_(1)
+                lambda loaded: self._go_wrong(loaded, model)
             )
         return optimizer
+
+    @torch.no_grad()
+    def _go_wrong(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if self.fault == "moment":
+            optimizer.state[next(model.parameters())]["exp_avg"].add_(1)
+        elif self.fault == "buffer":
+            dict(model.named_buffers())["1.running_mean"].add_(1)
+        elif self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.fault == "raises":
+            raise ValueError("no such state")
+        elif self.fault == "refuses":
+            raise RequestError(asked="a state", found="another one", why="it is", do="nothing")
 
     def train_data(self) -> tuple[Tensor, Tensor]:
         inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))

@@ -21,6 +21,7 @@ from allranks.checkpoint.format import (
     step_folder,
     write_manifest,
 )
+from allranks.errors import ProgramError
 
 RANKS = 4
 FILES = [rank_file(rank, RANKS, 0) for rank in range(RANKS)]
@@ -70,7 +71,9 @@ def commit(checkpoints: Path, step: int) -> str:
     return digest(seal(manifest))
 
 
-def search(tmp_path: Path, ranks: Others) -> tuple[Loaded | None, list[str]]:
+def search(
+    tmp_path: Path, ranks: Others, *, joins: bool = False
+) -> tuple[Loaded | None, list[str]]:
     """What is loaded, and what is reported."""
     told: list[str] = []
 
@@ -80,7 +83,7 @@ def search(tmp_path: Path, ranks: Others) -> tuple[Loaded | None, list[str]]:
     def read(folder: Path, manifest: Manifest) -> Loaded:
         return Loaded(manifest.step, folder, manifest, {}, None)
 
-    return Search(ranks, tmp_path, read, report).newest([tmp_path]), told
+    return Search(ranks, tmp_path, read, report, joins=joins).newest([tmp_path]), told
 
 
 def test_the_newest_is_loaded(tmp_path: Path) -> None:
@@ -98,6 +101,21 @@ def test_what_any_rank_finds_wrong_is_wrong_for_all(tmp_path: Path, rank: int) -
     assert found is not None and found.step == 3
     assert told == (["checkpoint_skipped 12 it is torn"] if rank == 0 else [])
     assert step_folder(tmp_path, 12).exists() == (rank != 0), "the leader sets it aside"
+
+
+def test_a_new_rank_with_a_problem_leaves_and_sets_nothing_aside(tmp_path: Path) -> None:
+    """The others do not hear of it, and load the same checkpoint without it."""
+    commit(tmp_path, 12)
+    (step_folder(tmp_path, 12) / FILES[0]).write_bytes(b"torn")
+    raised = 0
+    for rank in range(RANKS):
+        ranks = Others(rank, [])
+        try:
+            search(tmp_path, ranks, joins=True)
+        except ProgramError:
+            raised += 1
+            assert len(ranks.words) == 1, "the list of candidates"
+    assert raised == 1 and step_folder(tmp_path, 12).exists()
 
 
 @pytest.mark.parametrize("damaged", range(RANKS))

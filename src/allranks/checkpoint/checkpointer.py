@@ -32,7 +32,7 @@ from allranks.checkpoint.format import (
     step_folder,
 )
 from allranks.checkpoint.format import digest as digest_of
-from allranks.errors import AllranksError, PeerLost, RequestError
+from allranks.errors import AllranksError, PeerLost, ProgramError, RequestError
 
 
 class Copies(Protocol):
@@ -75,6 +75,9 @@ class Checkpointer:
         self._under_way: int | None = None
         self._committed, self._is_swept = True, False
         self.done_step = -1
+        self.joins = (
+            False  # whether others train already: they go on without a rank that cannot load
+        )
 
     def save(
         self, step: int, common: Any, rank_state: Any, about: About, *, blocking: bool = False
@@ -128,7 +131,7 @@ class Checkpointer:
         self.wait()
         ranks = self._ready()
         reader = self._copies.reader(ranks, templates)
-        search = Search(ranks, self._rules.folder, reader, self._rules.report, take)
+        search = Search(ranks, self._rules.folder, reader, self._rules.report, take, self.joins)
         loaded = search.newest(sources)
         if loaded is not None:
             here = step_folder(self._rules.folder, loaded.step)
@@ -372,6 +375,8 @@ class Search:
     read: Callable[[Path, Manifest], Loaded]
     report: Callable[..., None]
     take: Callable[[Loaded], None] = nothing
+    joins: bool = False
+    """Whether this rank raises `ProgramError` where it has a problem: the others do not need it."""
 
     def newest(self, sources: list[Path]) -> Loaded | None:
         """The first candidate that all ranks can verify and load; every rank calls this.
@@ -431,6 +436,8 @@ class Search:
 
     def _agreed(self, problems: list[str], sealed: str) -> list[str]:
         """The problems of all ranks, each once; also checks that all read the same manifest."""
+        if problems and self.joins:
+            raise ProgramError("; ".join(problems))
         answers = [json.loads(t) for t in self.ranks.gather_texts(json.dumps([problems, sealed]))]
         merged = list(dict.fromkeys(problem for each, _ in answers for problem in each))
         if not merged and len({manifest for _, manifest in answers}) > 1:

@@ -345,7 +345,7 @@ class Attempts:
             has_begun = self._rejoining.has_begun or self._table.read()[LEADER].step >= 0
             survives = self.plan.process_set.survives_loss_of
             return has_begun and may_pass and survives(rank, remaining)
-        if rank in self._table.group.members:
+        if rank in self._table.group.members and rank not in self._scaling.joining:
             leaves = may_pass or failure["kind"] == ComputesWrongly.__name__
             if not leaves or failure.get("kind") == ReplicasDiffer.__name__:  # all raise it
                 return False

@@ -103,10 +103,13 @@ class Scaling:
         members = self.heartbeats.group.members
         if rank in self.joining and rank not in members:
             if self.change is not None:
-                cause = self._cause(rank, self.change.began_at)
-                self._give_up(self.change, f"rank {rank} ended before it had joined: {cause}")
+                self._give_up(self.change, self._why_lost(self.change, rank))
             return
         self.is_short = True
+
+    def _why_lost(self, change: Change, rank: int) -> str:
+        cause = self._cause(rank, change.began_at)
+        return f"rank {rank} ended before it had joined: {cause}"
 
     def _cause(self, rank: int, since: float) -> str:
         """What a new rank said when it failed; else the file of its output."""
@@ -260,13 +263,17 @@ class Scaling:
         return f"other data than the others ({name}{sized}): have they changed since the job began?"
 
     def _conclude_if_over(self, change: Change, group: Group, running: set[int]) -> None:
-        """Answer once every new rank trains, and every rank that leaves has ended."""
+        """Answer once every new rank trains or was lost, and every rank that leaves has ended."""
         members = self.heartbeats.group.members
         joined = [rank for rank in change.joiners if rank in members]
         entered = {beat.group for beat in self.heartbeats.read() if beat.rank in members}
         if self.joining & set(joined) or running & set(change.leavers):
             return
         if max(entered) < group.number:  # they may be done before its first step
+            return
+        lost = [self._why_lost(change, rank) for rank in change.joiners if rank not in joined]
+        if lost and not joined:
+            self._give_up(change, "; ".join(lost))
             return
         self.change = None
         self.folder.events.event(
@@ -277,6 +284,7 @@ class Scaling:
             members=list(members),
             joined=joined,
             left=list(change.leavers),
+            lost=lost,
             from_step=group.from_step,
             ready_s=change.ready_s,
             seconds=time.monotonic() - change.began_at,

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from numbers import Real
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import unflatten
-from allranks.errors import PeerLost, ProgramError
+from allranks.errors import PeerLost, ProgramError, RequestError
 from allranks.job.resume import CHECKPOINTS
 from allranks.torch.checkpoint.plan import local_parts
 from allranks.torch.checkpoint.spare import LiveParts
 from allranks.torch.checkpoint.state import (
     DTYPES,
     NAMES,
+    copied,
     flatten,
     random_streams,
     set_random_streams,
@@ -185,10 +190,11 @@ def _load(trainer: Trainer, agreed: Agreed, live: LiveParts | None) -> Agreed:
     if agreed.new:
         trainer.task_data.compare_anew()
     spare, loaded_from = agreed.spare, REPLICAS if trainer.spare is None else SPARE
+    assert trainer.saving is not None
+    trainer.saving.checkpointer.joins = trainer.comm.rank in agreed.new
     if spare is not None and not spare.missing and spare.step >= agreed.saved:
         is_there = live is not None and (live.step, live.group) == (spare.step, spare.group)
         trainer.load_spare(spare, live if is_there else None)
-        assert trainer.saving is not None
         trainer.saving.checkpointer.done_step = agreed.saved
     else:
         loaded_from = START if trainer.resume() is None else CHECKPOINT
@@ -206,22 +212,55 @@ def _wait_for_thread(trainer: Trainer) -> None:
 
 
 def compare(trainer: Trainer, agreed: Agreed) -> None:
-    """Raise `ReplicasDiffer` if the ranks of a new group hold different weights, or optimizers."""
-    verify(trainer.strategy.learner, CAUSES, agreed.unequal)
+    """Raise `ReplicasDiffer` if the ranks of a new group hold different weights, or optimizers.
+
+    If only new ranks differ, they alone raise it, and the others raise `PeerLost`.
+    """
+    verify(trainer.strategy.learner, CAUSES, agreed.unequal, agreed.new)
 
 
 def make_room(trainer: Trainer) -> None:
     """Let the optimizer of a new rank make the state that it receives, whose memory is then there.
 
     The first write to a page of memory takes longer than to receive it. An optimizer that cannot
-    step by itself has its state made on receipt.
+    step by itself has its state made on receipt. Raises `RequestError` for a state that would not
+    be received: one that no checkpoint can hold, or numbers that the state dict does not have.
     """
-    strategy = trainer.strategy
-    if strategy.agreement.cuts_state:
-        return
-    step = strategy.step
+    strategy, step, lost = trainer.strategy, trainer.strategy.step, list[str]()
+    optimizer, by_rows = step.optimizer, step.sparse.positions
+    parameters = step.parameters[: 1 if strategy.agreement.cuts_state else None]
     with suppress(Exception), strategy.owned():
-        update_by_nothing(step.parameters, step.optimizer, step.sparse.positions)
+        update_by_nothing(parameters, optimizer, by_rows)
+        again = partial(update_by_nothing, parameters[:1], optimizer, by_rows)
+        lost = numbers_not_saved(optimizer, again)
+    if lost:
+        raise RequestError(
+            asked=f"to join a training with the optimizer {type(optimizer).__name__}",
+            found=f"its attribute {lost[0]}, which each step changes, and state_dict() lacks",
+            why="a new rank receives the state dict, and its updates would be others",
+            do="keep it in param_groups, or add it to state_dict() and load_state_dict()",
+        )
+    flatten(strategy.local_state(), "group")
+
+
+def numbers_not_saved(optimizer: Optimizer, step: Callable[[], None]) -> list[str]:
+    """The attributes that are numbers, that `step` changes, and that its state dict lacks."""
+    saved = {n: v if n == "state" else copied(v) for n, v in optimizer.state_dict().items()}
+    before = _numbers(optimizer)
+    step()
+    if _numbers(optimizer) == before:
+        return []
+    optimizer.load_state_dict(saved)
+    after = _numbers(optimizer)
+    return [name for name in before if after.get(name) != before[name]]
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, str]:
+    return {
+        name: repr(float(value))
+        for name, value in vars(optimizer).items()
+        if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
 
 
 def _position(trainer: Trainer, before: Handover | None) -> Position:
@@ -230,12 +269,13 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
     newest = committed(folder)[:1] if looks else []
     saved = step_of(newest[0]) if newest else -1
     if before is None or before.is_new:
-        return Position(saved=saved)
+        return Position(saved=saved, joins=True)
     evaluated = int(before.state["course"]["found_at"])
-    at = (before.step, evaluated, before.is_best, before.reached)
+    at = (before.step, evaluated, before.is_best, before.reached, saved)
     parts = before.live or before.spare
     spares = [] if parts is None else parts.listed()
-    return Position(*at, saved, before.row, before.steps_again, before.is_compared, spares)
+    compared = before.is_compared, before.joins
+    return Position(*at, before.row, before.steps_again, *compared, spares)
 
 
 def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class RankProgram(ABC, Generic[T]):
 
     @staticmethod
     def compare(trainer: T, agreed: Agreed) -> None:
-        """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
+        """Raise an error unless they have it; every rank calls this."""
         raise NotImplementedError
 
     @staticmethod
@@ -386,7 +386,8 @@ class RankProgram(ABC, Generic[T]):
         self.make_room(trainer)
         trainer.faults.reach("start")
         trainer.faults.reached.update(trainer.faults.faults)  # its number may have had them before
-        before = dataclasses.replace(self.leave_group(trainer, planned=False), is_new=True)
+        before = self.leave_group(trainer, planned=False)
+        before = dataclasses.replace(before, is_new=True, joins=True)
         self.record.events.event("joining", data=before.data.facts)
         group = first_group(trainer.heartbeat, world)
         trainer = self._meet(task, before, group, -1)

@@ -341,7 +341,8 @@ def scaled_in_words(event: Mapping[str, Any]) -> str:
     size = event["ranks"]
     verb = "rank trains" if size == 1 else "ranks train"
     wanted = event.get("wanted", size)
-    short = f", not {wanted}, as another rank was lost" if size != wanted else ""
+    why = "; ".join(event.get("lost", ())) or "another rank was lost"
+    short = f", not {wanted}, as {why}" if size != wanted else ""
     return f"{size} {verb} from step {event['from_step']} on{short}{changes}"
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.errors import ReplicasDiffer
+from allranks.errors import PeerLost, ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
 from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
@@ -41,12 +41,14 @@ def compare_replicas(
     comm: Comm,
     causes: str = CAUSES,
     only: Collection[int] = (),
+    new: Collection[int] = (),
 ) -> None:
     """Raise `ReplicasDiffer` on all ranks unless their tensors are equal; every rank calls this.
 
     `causes` names likely causes in the error. With `only` the tensors of these ranks are compared.
     Sends 32 bytes to each other rank if all are equal, else the digest of each name. A name that
-    some rank does not have is left out.
+    some rank does not have is left out. `new` are ranks of the job that have just received their
+    state: if these alone differ, they raise `ReplicasDiffer`, and the other ranks `PeerLost`.
     """
     if comm.size == 1:
         return
@@ -57,26 +59,43 @@ def compare_replicas(
         return
     digests = {name: digest(tensor) for name, tensor in named}
     rows = comm.gather_values(digests)
-    for name in digests:
-        values = [row.get(name) for row in rows]
-        if None not in values and len(set(values)) > 1:
+    ranks = comm.members or range(comm.size)
+    before = [place for place, rank in enumerate(ranks) if rank not in new] or range(comm.size)
+    first = rows[before[0]]
+    for name in first:
+        values = {place: rows[place].get(name) for place in before}
+        if None not in values.values() and len(set(values.values())) > 1:
             raise ReplicasDiffer(f"{_difference(name, values)} {causes}")
+    names = {
+        place: next((name for name in first if row.get(name) != first[name]), "")
+        for place, row in enumerate(rows)
+        if place not in before
+    }
+    if name := names.get(comm.rank):
+        raise ReplicasDiffer(f"this rank holds another state than it was sent; first in {name}")
+    if name := next(filter(None, names.values()), ""):
+        raise PeerLost(f"a new rank holds another state than it was sent; first in {name}")
 
 
-def verify(strategy: Strategy, causes: str = CAUSES, only: Collection[int] = ()) -> None:
+def verify(
+    strategy: Strategy,
+    causes: str = CAUSES,
+    only: Collection[int] = (),
+    new: Collection[int] = (),
+) -> None:
     """Compare the ranks that hold the same tensors of one training; every rank calls this.
 
     If weights are cut, ranks with the same part compare it, and all ranks compare uncut tensors.
-    `only` is for replicas of the whole state.
+    `only` is for replicas of the whole state, and `new` as in `compare_replicas`.
     """
     agreement = strategy.agreement
     if strategy.comm.on_device:
         with strategy.comm.reading():  # reads after this do not wait for the device
             accelerator.synchronize([strategy.comm.device])
     if agreement.is_one_training:
-        compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes, only)
+        compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes, only, new)
     if agreement.weights == "sharded":
-        compare_replicas(_not_cut(strategy), strategy.comm, causes)
+        compare_replicas(_not_cut(strategy), strategy.comm, causes, new=new)
 
 
 def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
@@ -143,9 +162,9 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
 
 
-def _difference(name: str, digests: list[Any]) -> str:
+def _difference(name: str, digests: dict[int, Any]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, digest in enumerate(digests):
+    for rank, digest in digests.items():
         groups.setdefault(digest, []).append(rank)
     *minority, most = sorted(groups.values(), key=len)
     if 2 * len(most) > len(digests):

@@ -75,6 +75,8 @@ class Handover:
     """What a shard took this rank lately, with `--share auto`; 0 if that was not measured."""
     is_compared: bool = True
     """Whether digests were compared since ranks of this group received a state."""
+    joins: bool = False
+    """Whether this rank has joined, and was not compared with the others since."""
 
     @property
     def step(self) -> int:
@@ -86,7 +88,7 @@ class Handover:
         is_behind = self.step != agreed.position.step
         unheard = None if is_behind else self.unheard
         loaded = replace(loaded, row=agreed.position.row, unheard=unheard, is_compared=False)
-        return replace(loaded, reached=self.reached)
+        return replace(loaded, reached=self.reached, joins=self.joins)
 
 
 class SpareParts(NamedTuple):
@@ -106,9 +108,9 @@ class Position:
     """Where a rank is, as it tells the others: the steps done (-1: it is new), and so on.
 
     `evaluated` is the step after which it last evaluated, `row` what its metrics say of the last
-    step, `saved` the step of the newest checkpoint that it sees; `reached`, `steps_again` and
-    `is_compared` are those of `Handover`. `spares` are the copies of parts of the state that it
-    has.
+    step, `saved` the step of the newest checkpoint that it sees; `reached`, `steps_again`,
+    `is_compared` and `joins` are those of `Handover`. `spares` are the copies of parts of the state
+    that it has.
     """
 
     step: int = -1
@@ -119,6 +121,7 @@ class Position:
     row: dict[str, Any] | None = None
     steps_again: int = 0
     is_compared: bool = True
+    joins: bool = False
     spares: Sequence[SpareParts] = ()
 
 
@@ -165,6 +168,7 @@ class Agreed:
     """How many steps are made again, which some ranks had begun."""
     saved: int
     new: tuple[int, ...]
+    """Those that have joined, and were not compared with the others since."""
     again_before: int = 0
     """How many were made again before."""
     loaded_from: str = ""
@@ -206,7 +210,7 @@ def furthest(positions: Sequence[Position]) -> Agreed:
         behind,
         max(0, max(position.reached for position in positions) - first[0]),
         positions[0].saved,
-        tuple(rank for rank, position in enumerate(positions) if position.step < 0),
+        tuple(rank for rank, position in enumerate(positions) if position.joins),
         max(position.steps_again for position in positions),
         spare=newest_spare(positions),
         is_compared=all(position.is_compared for position in positions),
