@@ -25,12 +25,12 @@ from allranks.errors import RequestError
 from allranks.job.units import format_bytes
 from allranks.tools.report import tables
 from allranks.tools.report.bars import (
+    MOST_LANES,
     Bars,
     Closely,
     bars_to_data,
     closely,
     gauges,
-    lanes_of,
     memory_bars,
     time_bars,
 )
@@ -48,7 +48,7 @@ from allranks.tools.report.plot import (
     charts_of,
     constants_of,
     letter_of,
-    nice_ticks,
+    ticks_over,
 )
 from allranks.tools.report.records import (
     BENCH_RECORD,
@@ -133,15 +133,11 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     for event in run.of("proof")[-1:]:
         figure = "proved" if event["proved"] else "not proved"
         figures.append(Figure("equal to one process", figure, str(event["why"])))
-    sent_bytes = sent_per_step(run)
+    sent_bytes, promised = sent_per_step(run), run.summary.get("card_bytes_per_step")
     if sent_bytes:
-        figures.append(Figure("sent in a step", sent_bytes, _promised(run)))
+        note = f"; its card says {format_bytes(promised)}" if promised else ""
+        figures.append(Figure("sent in a step", sent_bytes, f"by rank 0{note}"))
     return figures
-
-
-def _promised(run: RecordedRun) -> str:
-    promised = run.summary.get("card_bytes_per_step")
-    return f"by rank 0; its card says {format_bytes(promised)}" if promised else "by rank 0"
 
 
 def missing(run: RecordedRun) -> list[str]:
@@ -324,8 +320,8 @@ def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> Ru
         figures=tuple(_figures(run, timeline)),
         weights=str(run.summary.get("weights_sha256") or ""),
         timeline=timeline,
-        ticks=_ticks(timeline),
-        lanes=lanes_of(run.speakers),
+        ticks=ticks_over(timeline.seconds, "s"),
+        lanes=run.speakers[:MOST_LANES],
         closely=closely(run, timeline),
         times=time_bars(run),
         memory=memory_bars(run),
@@ -346,11 +342,6 @@ def findings_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         else {**finding, "place": place_of(None)}
         for finding in (*record["findings"], *record.get("notes", ()))
     ]
-
-
-def _ticks(timeline: Timeline) -> tuple[Tick, ...]:
-    places = [t for t in nice_ticks(0, timeline.seconds, 5) if t <= timeline.seconds]
-    return tuple(Tick(_percent(t, timeline), f"{t:g} s" if t else "0") for t in places)
 
 
 def _percent(seconds: float, timeline: Timeline) -> float:
@@ -440,31 +431,12 @@ def page_path(paths: Sequence[Path], out: str | None) -> Path:
     """The path of the page. Raises `RequestError` if a file that is no report is there."""
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     path = Path(out) if out else folder / PAGE if len(paths) == 1 else Path(PAGE)
-    _check(path, "--out")
-    if path.is_file() and MARKER.encode() not in _beginning(path):
-        raise RequestError(
-            asked=f"--out {path}",
-            found="a file that is no report",
-            why="only an earlier report is written over",
-            do="name another file, or remove that one",
-        )
-    return path
+    return _checked(path, "--out", "report", MARKER)
 
 
 def trace_path(name: str | None) -> Path | None:
     """The path of the trace, if any. Raises `RequestError` if a file that is no trace is there."""
-    if name is None:
-        return None
-    path = Path(name)
-    _check(path, "--trace")
-    if path.exists() and b'"traceEvents"' not in _beginning(path):
-        raise RequestError(
-            asked=f"--trace {path}",
-            found="a file that is no trace",
-            why="only an earlier trace is written over",
-            do="name another file, or remove that one",
-        )
-    return path
+    return None if name is None else _checked(Path(name), "--trace", "trace", '"traceEvents"')
 
 
 def write_file(path: Path, text: str, option: str) -> None:
@@ -480,8 +452,8 @@ def write_file(path: Path, text: str, option: str) -> None:
         ) from None
 
 
-def _check(path: Path, option: str) -> None:
-    """Raise `RequestError` unless `path` can be a file: it is no folder, and its parent is one."""
+def _checked(path: Path, option: str, kind: str, mark: str) -> Path:
+    """The path, in whose folder there is no such file, or an earlier one with `mark` in it."""
     if path.is_dir() or not path.parent.is_dir():
         raise RequestError(
             asked=f"{option} {path}",
@@ -489,6 +461,14 @@ def _check(path: Path, option: str) -> None:
             why="a file is written there",
             do="name a file in a folder that is there",
         )
+    if path.exists() and mark.encode() not in _beginning(path):
+        raise RequestError(
+            asked=f"{option} {path}",
+            found=f"a file that is no {kind}",
+            why=f"only an earlier {kind} is written over",
+            do="name another file, or remove that one",
+        )
+    return path
 
 
 def _beginning(path: Path) -> bytes:
