@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -86,12 +86,6 @@ def _steps(evidence: Evidence) -> tuple[dict[str, Array], dict[str, Array], dict
         {n: ours[n] - before[n] for n in names},
         {n: wanted[n] - before[n] for n in names},
     )
-
-
-def _ratio(a: Mapping[str, Array], b: Mapping[str, Array]) -> float | None:
-    dot = sum(float((a[n] * b[n]).sum()) for n in a)
-    square = sum(float((b[n] * b[n]).sum()) for n in a)
-    return dot / square if square else None
 
 
 @CAUSES.row(
@@ -220,12 +214,11 @@ def times_ranks(evidence: Evidence) -> Iterator[Account]:
 def _times_an_axis(evidence: Evidence) -> Iterator[tuple[str, float, dict[str, Array]]]:
     """Axes by whose size the whole step is too large or too small; with the repaired weights."""
     before, ours, wanted = _steps(evidence)
-    ratio = _ratio(ours, wanted) if before else None
-    if ratio is None:
-        return
-    for axis, size in evidence.axes.items():
+    dot = sum(float((ours[n] * wanted[n]).sum()) for n in before)
+    square = sum(float((wanted[n] * wanted[n]).sum()) for n in before)
+    for axis, size in evidence.axes.items() if square else ():
         for factor in (float(size), 1 / size):
-            if abs(ratio / factor - 1) < 1e-3:
+            if abs(dot / square / factor - 1) < 1e-3:
                 yield axis, factor, {n: before[n] + ours[n] / factor for n in before}
 
 
