@@ -20,9 +20,6 @@ CLASSES = 10
 TRAINING = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 TEST = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 
-_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-
 
 @dataclass(frozen=True)
 class Collection:
@@ -34,26 +31,30 @@ class Collection:
     published: tuple[Remote, ...]
 
 
+def _published(folder: str, *digests: str) -> tuple[Remote, ...]:
+    """The packed files of a collection, below `folder`, with their MD5."""
+    names = zip((*TRAINING, *TEST), digests, strict=True)
+    return tuple(Remote(f"{folder}{name}.gz", f"md5:{digest}") for name, digest in names)
+
+
 MNIST = Collection(
     "mnist",
     0.1307,
     0.3081,
-    (
-        Remote(f"{_MNIST}{TRAINING[0]}.gz", "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        Remote(f"{_MNIST}{TRAINING[1]}.gz", "md5:d53e105ee54ea40749a09fcbcd1e9432"),
-        Remote(f"{_MNIST}{TEST[0]}.gz", "md5:9fb629c4189551a2d022fa330f9573f3"),
-        Remote(f"{_MNIST}{TEST[1]}.gz", "md5:ec29112dd5afa0611ce80d1b7f02629c"),
+    _published(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        *("f68b3c2dcbeaaa9fbdd348bbdeb94873", "d53e105ee54ea40749a09fcbcd1e9432"),
+        *("9fb629c4189551a2d022fa330f9573f3", "ec29112dd5afa0611ce80d1b7f02629c"),
     ),
 )
 FASHION = Collection(
     "fashion",
     0.2860,
     0.3530,
-    (
-        Remote(f"{_FASHION}{TRAINING[0]}.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        Remote(f"{_FASHION}{TRAINING[1]}.gz", "md5:25c81989df183df01b3e8a0aad5dffbe"),
-        Remote(f"{_FASHION}{TEST[0]}.gz", "md5:bef4ecab320f06d8554ea6380940ec79"),
-        Remote(f"{_FASHION}{TEST[1]}.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310"),
+    _published(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        *("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "25c81989df183df01b3e8a0aad5dffbe"),
+        *("bef4ecab320f06d8554ea6380940ec79", "bb300cfdad3c16e7a12a480ee83cd310"),
     ),
 )
 
