@@ -126,7 +126,9 @@ class Follower:
             seconds_left=self._left(),
             elapsed_s=now - self._started,
             quiet_s=0.0 if row is None else max(0.0, now - float(row["monotonic"])),
-            anomalies=tuple(sorted(self._anomalies.values(), key=_by_rank)),
+            anomalies=tuple(
+                sorted(self._anomalies.values(), key=lambda a: -1 if a.rank is None else a.rank)
+            ),
         )
         return lines
 
@@ -187,10 +189,6 @@ class Follower:
         steps, spent_s = last.step - first.step, last.monotonic - first.monotonic
         ahead = max(0, self.state.total_steps - last.step - 1)
         return ahead * spent_s / steps if steps > 0 else None
-
-
-def _by_rank(anomaly: Anomaly) -> int:
-    return -1 if anomaly.rank is None else anomaly.rank
 
 
 @dataclass
@@ -286,7 +284,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "job_file_restored":
         return ["note: job.toml was removed while the job ran, and is written again"]
     if name in ("kept_elsewhere", "not_kept"):
-        return [f"note: {_not_kept_there(event)}"]
+        text = not_in_the_run_folder(event["file"], event.get("where"), event.get("error", ""))
+        return [f"note: {text}"]
     if name == "bad_step":
         return [f"note: {_whose(event)}{event['bad']}"]
     if name == "witness":
@@ -398,10 +397,6 @@ def not_in_the_run_folder(file: str, where: Mapping[str, str] | None, lost: str 
         return f"{file} is LOST ({lost}): the disk is full, and nowhere else was room"
     copy = f"{where['path']} on {where['host']} has {where['holds']}"
     return f"{file} is NOT in the run folder, whose disk is full: {copy}"
-
-
-def _not_kept_there(event: dict[str, Any]) -> str:
-    return not_in_the_run_folder(event["file"], event.get("where"), event.get("error", ""))
 
 
 def _whose(event: dict[str, Any]) -> str:

@@ -205,29 +205,23 @@ def _memory(
     site: Site, partition: Partition, options: SlurmOptions, gpus: int, cpus: int
 ) -> tuple[str, int]:
     """Which flag of memory, and how many MB: as asked, or the share in the site's own way."""
-    named = options.memory()
+    named, flag = options.memory(), site.memory_flag_of(partition)
     if len(named) > 1:
-        flags = " ".join(f"--{flag} {value}" for flag, value in named.items())
-        keep = site.memory_flag_of(partition)
-        keep = keep if keep in named else next(iter(named))
+        keep = flag if flag in named else next(iter(named))
+        usual = "none of them" if flag == "none" else f"--{flag}"
         raise RequestError(
-            asked=flags,
-            found=f"{len(named)} ways to ask for one memory; {site.title} uses "
-            f"{_flag_in_words(site.memory_flag_of(partition))}",
+            asked=" ".join(f"--{flag} {value}" for flag, value in named.items()),
+            found=f"{len(named)} ways to ask for one memory; {site.title} uses {usual}",
             why="Slurm takes one of --mem, --mem-per-cpu and --mem-per-gpu, and refuses the others",
             do=f"keep one of them: --{keep} {named[keep]}",
         )
     if named:
         return next(iter(named.items()))
-    flag, share = site.memory_flag_of(partition), memory_share_mb(partition, gpus, cpus)
+    share = memory_share_mb(partition, gpus, cpus)
     parts = {"mem": 1, "mem-per-cpu": cpus, "mem-per-gpu": gpus}
     if share is None or not parts.get(flag):
         return "none", 0
     return flag, max(1, share // parts[flag])
-
-
-def _flag_in_words(flag: str) -> str:
-    return "none of them" if flag == "none" else f"--{flag}"
 
 
 def _signal_s(options: SlurmOptions) -> int:
