@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,15 +60,18 @@ FASHION = Collection(
 )
 
 
-@dataclass(frozen=True)
-class DownloadedFiles:
-    """The files of a collection below `data`; `asked_by` is the task's name in errors."""
+@dataclass(kw_only=True)
+class MnistFields:
+    """The hyper-parameters of the program of each engine, and its files, which are below `data`."""
 
-    collection: Collection
-    data: str
-    download: bool
-    on_bad_record: OnBadRecord
-    asked_by: str
+    batch_size: int = 128
+    epochs: int = 12
+    lr: float = 1e-3
+    data: str = "data"
+    download: bool = True
+    on_bad_record: OnBadRecord = "stop"
+
+    collection: ClassVar[Collection] = MNIST
 
     def labelled(self, images: str, labels: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Images (n, 28, 28) of mean 0 and deviation 1, and labels (n,)."""
@@ -94,5 +98,5 @@ class DownloadedFiles:
         paths = [path for path in looked_for if path.exists()]
         if not paths:
             do = "put one of them there, or --set download=yes"
-            require(f"the data of {self.asked_by}", looked_for, do)
+            require(f"the data of {type(self).__name__}", looked_for, do)
         return paths[0]
