@@ -184,9 +184,8 @@ def exact_tolerance(guarantee: Approximate) -> Tolerance:
 def exact_setting(job: Job, guarantee: Approximate) -> Job:
     """The job at the setting at which its card says that it is exact."""
     exact = at_setting(job.strategy, guarantee.setting)
-    if not guarantee.plain_sgd:
-        return dataclasses.replace(job, strategy=exact)
-    return dataclasses.replace(job, strategy=exact, optimizer=SGD)
+    optimizer = SGD if guarantee.plain_sgd else job.optimizer
+    return dataclasses.replace(job, strategy=exact, optimizer=optimizer)
 
 
 def measured(check: Check, job: Job, exact_at: str | None, promise: str) -> Drift:

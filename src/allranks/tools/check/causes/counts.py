@@ -98,10 +98,8 @@ def labels_cut(evidence: Evidence) -> Iterator[Account]:
             lost += float(losses[:, ends].sum())
             labels += float(weights.sum() - weights[:, ends].sum())
         total = sum(part.loss for part in parts.each)
-        says = (
-            f"labels are shifted after the sequence was cut over {size} ranks along {axis!r}: the "
-        )
-        says += "last position of each part has no label"
+        says = f"labels are shifted after the sequence was cut over {size} ranks along {axis!r}: "
+        says += "the last position of each part has no label"
         if evidence.stage == SAMPLE_WEIGHT:
             number = float(evidence.row()["weight"]) - labels + parts.weight
         else:
@@ -245,12 +243,11 @@ def whole_by_each(evidence: Evidence) -> Iterator[Account]:
     total = float(evidence.wanted_row["grad_norm"]) ** 2
     whole = max(squares for _, squares in each)
     for axis, size in [*evidence.axes.items(), ("all", evidence.ranks)]:
-        says = (
-            f"weights that all {size} ranks along {axis!r} hold whole are counted by each of them"
-        )
-        yield _of_length(evidence, says, total + (size - 1) * whole, evidence.mesh.group(0, axis))
-        says = f"what all {size} ranks along {axis!r} hold is counted by each of them"
-        yield _of_length(evidence, says, size * total, evidence.mesh.group(0, axis))
+        ranks, group = f"all {size} ranks along {axis!r}", evidence.mesh.group(0, axis)
+        says = f"weights that {ranks} hold whole are counted by each of them"
+        yield _of_length(evidence, says, total + (size - 1) * whole, group)
+        says = f"what {ranks} hold is counted by each of them"
+        yield _of_length(evidence, says, size * total, group)
 
 
 def _of_length(evidence: Evidence, says: str, squares: float, ranks: tuple[int, ...]) -> Account:

@@ -119,9 +119,8 @@ def not_sent(evidence: Evidence) -> Iterator[Account]:
 def lost(evidence: Evidence) -> Iterator[Account]:
     """The weight is as it was before the step."""
     if any(name in evidence.wanted("gradient") for name in evidence.differing):
-        yield from _unchanged(
-            evidence, "weights are not updated at all, and stay as they were before the step"
-        )
+        words = "weights are not updated at all, and stay as they were before the step"
+        yield from _unchanged(evidence, words)
 
 
 @CAUSES.row(
@@ -132,11 +131,8 @@ def lost(evidence: Evidence) -> Iterator[Account]:
 def not_written(evidence: Evidence) -> Iterator[Account]:
     """A weight without a gradient, which forward or loss should write, is unchanged."""
     if not any(name in evidence.wanted("gradient") for name in evidence.differing):
-        yield from _unchanged(
-            evidence,
-            "weights without a gradient are written in one process, in forward or loss, and "
-            "stay as they were here",
-        )
+        words = "weights without a gradient are written in one process, in forward or loss, and "
+        yield from _unchanged(evidence, f"{words}stay as they were here")
 
 
 def _unchanged(evidence: Evidence, says: str) -> Iterator[Account]:
@@ -155,12 +151,10 @@ def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
         return
     factor = 1 - rate * decay
     for axis, size in evidence.axes.items():
+        often = f"{size} times, once for each of {evidence.words_of(axis)}"
         for more in (factor**size - factor, -(size - 1) * rate * decay):
             repaired = {n: before[n] + ours[n] - more * before[n] for n in before}
-            says = (
-                f"weight decay is applied {size} times, once for each of {evidence.words_of(axis)}"
-            )
-            yield Account(says, repaired, float(size))
+            yield Account(f"weight decay is applied {often}", repaired, float(size))
 
 
 @CAUSES.row(
