@@ -13,7 +13,6 @@ GPUs as half of that. Without GPUs the CPUs that are asked for decide the share 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allranks.errors import RequestError
@@ -294,14 +293,14 @@ OTHERS = frozenset(
 """All others, of the versions from 17 on: an abbreviation must mean the same in each of them."""
 
 
-def full_name(name: str, options: Mapping[str, str] = DECIDED) -> str:
+def full_name(name: str) -> str:
     """`--partit` -> `--partition`; raises `RequestError` where it may mean several.
 
     A name that no option begins with is left as it is: plugins of a site bring options of their
     own, and sbatch refuses what it does not know.
     """
     bare = name.removeprefix("--")
-    known = options.keys() | OTHERS
+    known = DECIDED.keys() | OTHERS
     means = sorted(option for option in known if option.startswith(bare))
     if bare in known or not means:
         return name

@@ -23,17 +23,7 @@ from allranks import __version__
 from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
 from allranks.job.units import format_bytes
-from allranks.tools.report import tables
-from allranks.tools.report.bars import (
-    MOST_LANES,
-    Bars,
-    Closely,
-    bars_to_data,
-    closely,
-    gauges,
-    memory_bars,
-    time_bars,
-)
+from allranks.tools.report import bars, tables
 from allranks.tools.report.numbers import (
     UNKNOWN,
     counted,
@@ -58,7 +48,6 @@ from allranks.tools.report.records import (
     Event,
     RecordedRun,
 )
-from allranks.tools.report.tables import Table, count_of_steps, sent_per_step
 from allranks.tools.report.timeline import (
     PHASES,
     Timeline,
@@ -119,7 +108,7 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     if speed:
         figures.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
     if not run.is_command:
-        steps = count_of_steps(run)
+        steps = tables.count_of_steps(run)
         is_known = steps != UNKNOWN
         figures.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
     note = "so far" if run.outcome.state == RUNNING else "with start and end"
@@ -133,7 +122,7 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     for event in run.of("proof")[-1:]:
         figure = "proved" if event["proved"] else "not proved"
         figures.append(Figure("equal to one process", figure, str(event["why"])))
-    sent_bytes, promised = sent_per_step(run), run.summary.get("card_bytes_per_step")
+    sent_bytes, promised = tables.sent_per_step(run), run.summary.get("card_bytes_per_step")
     if sent_bytes:
         note = f"; its card says {format_bytes(promised)}" if promised else ""
         figures.append(Figure("sent in a step", sent_bytes, f"by rank 0{note}"))
@@ -202,10 +191,10 @@ class RunView:
     timeline: Timeline
     ticks: tuple[Tick, ...]
     lanes: Sequence[int]
-    closely: Closely | None
-    times: Bars | None
-    memory: Bars | None
-    gauges: Table | None
+    closely: bars.Closely | None
+    times: bars.Bars | None
+    memory: bars.Bars | None
+    gauges: tables.Table | None
     findings: tuple[Mapping[str, Any], ...]
     faults: tuple[FaultRow, ...]
     notes: tuple[tuple[str, str], ...]
@@ -321,11 +310,11 @@ def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> Ru
         weights=str(run.summary.get("weights_sha256") or ""),
         timeline=timeline,
         ticks=ticks_over(timeline.seconds, "s"),
-        lanes=run.speakers[:MOST_LANES],
-        closely=closely(run, timeline),
-        times=time_bars(run),
-        memory=memory_bars(run),
-        gauges=gauges(run),
+        lanes=run.speakers[: bars.MOST_LANES],
+        closely=bars.closely(run, timeline),
+        times=bars.time_bars(run),
+        memory=bars.memory_bars(run),
+        gauges=bars.gauges(run),
         findings=() if watched is None else tuple(findings_of(watched.to_data())),
         faults=_faults(run, timeline),
         notes=_notes(run, timeline, in_words),
@@ -513,5 +502,5 @@ def run_to_data(run: RecordedRun) -> dict[str, Any]:
         "spans": [dataclasses.asdict(span) for span in timeline.spans],
         "computed_again": tables.computed_again(run.path, run.events, run.summary).rows,
         "seconds_per_step": {str(rank): seconds for rank, seconds in mean.items()},
-        **bars_to_data(run),
+        **bars.bars_to_data(run),
     }

@@ -141,10 +141,8 @@ def install(torch: Any, folder: str) -> None:
         facts.guarded(operators.install)()
         return
     schedules = Schedules(torch, facts, stepping)
-    collectives, losses = (
-        ScriptCollectives(torch, facts, progress),
-        MeanLosses(torch, facts, progress),
-    )
+    collectives = ScriptCollectives(torch, facts, progress)
+    losses = MeanLosses(torch, facts, progress)
     place = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "group_rank")}
     facts.write("process", **place, torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)

@@ -416,9 +416,8 @@ class Replicas:
         FSDP2 counts only with a mesh of one axis: others may belong to another parallelism.
         """
         module = sys.modules.get("torch.distributed.fsdp")
-        first, second = (
-            getattr(module, name, None) for name in ("FullyShardedDataParallel", "FSDPModule")
-        )
+        first = getattr(module, "FullyShardedDataParallel", None)
+        second = getattr(module, "FSDPModule", None)
         engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
         reducing = [thing.process_group for thing in instances_of(first)] if first else []
         reducing += [e.data_parallel_group for e in instances_of(engine)] if engine else []
