@@ -555,7 +555,7 @@ def test_a_verdict_says_if_the_ranks_did_not_train_together(
     for rank in range(2):
         process = fact("process", rank=rank, local_rank=str(rank), group_rank="0")
         lines = [process, *({**f, "rank": rank} for f in facts)]
-        (tmp_path / f"{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (tmp_path / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     watched = watched_in(tmp_path)
     assert (
         words in watched.summary and words in str(watched) and words in watched.to_data()["doubt"]

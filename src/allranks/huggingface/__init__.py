@@ -10,13 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from allranks.huggingface.images import ImageClassification
-    from allranks.huggingface.labels import SequenceClassification, TokenClassification
+    from allranks.huggingface.labels import (
+        ImageClassification,
+        SequenceClassification,
+        TokenClassification,
+    )
     from allranks.huggingface.language import CausalLM, MaskedLM, Seq2Seq
 
 MODULES = {
     "CausalLM": "allranks.huggingface.language",
-    "ImageClassification": "allranks.huggingface.images",
+    "ImageClassification": "allranks.huggingface.labels",
     "MaskedLM": "allranks.huggingface.language",
     "Seq2Seq": "allranks.huggingface.language",
     "SequenceClassification": "allranks.huggingface.labels",

@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,13 +247,12 @@ def write_adapters(model: Any, weights: SavedWeights, folder: Path) -> int:
         places = {names[int(number)]: name for name, number in load_file(path).items()}
         plan = {name: {place: weights.like(name)} for name, place in places.items()}
 
-        def rename(
-            name: str, tensor: Tensor, places: Mapping[str, str] = places
-        ) -> dict[str, Tensor]:
-            return {places[name]: tensor}
-
-        count += write_files(path, plan, weights, rename, 2**63)
+        count += write_files(path, plan, weights, partial(_renamed, places), 2**63)
     return count
+
+
+def _renamed(places: Mapping[str, str], name: str, tensor: Tensor) -> Written:
+    return {places[name]: tensor}
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -275,18 +275,14 @@ def write_files(
     )
     names = [path.name]
     if len(shards) > 1:
-        names = [
-            f"{path.stem}-{number:05d}-of-{len(shards):05d}{path.suffix}"
-            for number in range(1, len(shards) + 1)
-        ]
+        of = f"of-{len(shards):05d}{path.suffix}"
+        names = [f"{path.stem}-{number:05d}-{of}" for number in range(1, len(shards) + 1)]
         write_index(path, dict(zip(names, shards, strict=True)))
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int]] = {}
         for name, shard in zip(names, shards, strict=True):
-            file, layout = (
-                stack.enter_context(open(path.with_name(name), "wb")),
-                lay_out(shard, METADATA),
-            )
+            file = stack.enter_context(open(path.with_name(name), "wb"))
+            layout = lay_out(shard, METADATA)
             file.write(layout.header)
             start = len(layout.header)
             places |= {name: (file, start + piece.begin) for name, piece in layout.pieces.items()}

@@ -1,4 +1,4 @@
-"""Tasks whose model gives a text, or each of its words, a label."""
+"""Tasks whose model gives a text, each of its words, or an image a label."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -63,6 +64,23 @@ class Classification(HuggingFaceTask):
         of_classes = [value for value in of_classes if value == value]  # nan: it never occurs
         others = {name: value for name, value in metrics.items() if not name.startswith("f1 of ")}
         return {**others, "f1": sum(of_classes) / len(of_classes) if of_classes else 0.0}
+
+
+@dataclass(kw_only=True)
+class ImageClassification(Classification):
+    """An image of the column `image` gets a label: ViT, ResNet, …. The processor scales it."""
+
+    image: str = "image"
+
+    auto = "AutoModelForImageClassification"
+    columns = ("image", "label")
+
+    def tokenizer(self) -> Any:
+        return transformers.AutoImageProcessor.from_pretrained(self._named("the image processor"))
+
+    def encode(self, row: Row) -> Sample:
+        pixels = self._tokenizer(row[self.image], return_tensors="pt")["pixel_values"][0]
+        return {"pixel_values": pixels, "labels": self._label(row)}
 
 
 @dataclass(kw_only=True)

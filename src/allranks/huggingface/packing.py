@@ -99,15 +99,12 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Sample:
         (row, first), (end, stop) = (self._firsts[int(index) + ahead].tolist() for ahead in (0, 1))
+        rows, encode = self._encoded.rows, self._encoded.task.encode
         pieces: list[Sample] = []
         for number in range(row, end + (stop > 0)):
-            of_row = self._pieces(number)
+            of_row = self._packing.pieces(encode(rows[number]), f"row {number}")
             pieces += of_row[first * (number == row) : stop if number == end else None]
         return joined(pieces)
-
-    def _pieces(self, row: int) -> list[Sample]:
-        encoded = self._encoded
-        return self._packing.pieces(encoded.task.encode(encoded.rows[row]), f"row {row}")
 
 
 class PackedStream(EncodedStream):
@@ -178,9 +175,7 @@ def check_keeps_texts_apart(model: Any, config: Any) -> None:
     Compares the outputs for two texts in a block with those for each alone, and those of the
     second one where the first one has other tokens.
     """
-    tokens = [
-        number for number in range(12) if number != config.pad_token_id
-    ]  # it warns of padding
+    tokens = [n for n in range(12) if n != config.pad_token_id]  # the model warns of padding
     numbers = torch.tensor(tokens[:11]) % config.vocab_size
     first, other, second = numbers[:3], numbers[7:10], numbers[3:]
     blocks = [

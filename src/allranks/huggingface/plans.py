@@ -47,7 +47,13 @@ def offer_blocks(model: nn.Module) -> None:
     plan: dict[str, str] = dict((parts[0]._tp_plan if parts else None) or {})
     for name, style in plan.items():
         if style not in (*STYLES, *OTHER_STYLES):
-            raise _unknown(name, style)
+            raise RequestError(
+                asked="--strategy tensor by the plan of the model (base_model_tp_plan, _tp_plan)",
+                found=f"{name}: {style!r}, a style that is not known",
+                why="it may say that a layer needs more than to be cut into parts",
+                do="write tensor_plan(self, model) in the task; return None there to cut each "
+                "layer by itself",
+            )
     if not plan or any(_drops(part.config) for part in parts):
         return
     styles = {
@@ -55,8 +61,9 @@ def offer_blocks(model: nn.Module) -> None:
         for name, _ in (*parts[0].named_modules(), *parts[0].named_parameters())
     }
     for name, module in parts[0].named_modules():
-        below = {n[len(name) + 1 :]: style for n, style in styles.items() if _is_below(n, name)}
-        block = _block_of(module, {child: style for child, style in below.items() if style})
+        prefix = f"{name}." if name else ""
+        below = {n: style for n, style in styles.items() if style and n.startswith(prefix) and n}
+        block = _block_of(module, {n.removeprefix(prefix): style for n, style in below.items()})
         if block:
             module.tensor_plan = block
 
@@ -111,20 +118,6 @@ def _adds_up(module: nn.Module, columns: list[str], row: str) -> bool:
         return False
 
 
-def _is_below(name: str, above: str) -> bool:
-    return name.startswith(f"{above}.") if above else bool(name)
-
-
 def _drops(config: Any) -> bool:
     """Whether a rate of dropout in the configuration is not 0."""
     return any(bool(rate) for name, rate in vars(config).items() if "drop" in name)
-
-
-def _unknown(name: str, style: str) -> RequestError:
-    return RequestError(
-        asked="--strategy tensor by the plan of the model (base_model_tp_plan, _tp_plan)",
-        found=f"{name}: {style!r}, a style that is not known",
-        why="it may say that a layer needs more than to be cut into parts",
-        do="write tensor_plan(self, model) in the task; return None there to cut each layer by "
-        "itself",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from allranks.catalog import load
 from allranks.errors import RequestError
 from allranks.huggingface.experts import swap_experts
 from allranks.huggingface.parts import read_in_parts, weights_in
@@ -98,7 +98,15 @@ class HuggingFaceTask(Task):
                 why="a task of Hugging Face trains on the rows of a data set",
                 do="--set dataset=NAME, or write rows(self, split)",
             )
-        read = _datasets().load_dataset
+        try:
+            read = load("datasets:load_dataset")
+        except ImportError as error:
+            raise RequestError(
+                asked="to read a data set of the hub",
+                found=f"datasets is not installed: {error}",
+                why="`dataset` is read by datasets.load_dataset",
+                do="pip install 'allranks[huggingface]', or write rows(self, split)",
+            ) from error
         with read_from(f"the data set {self.dataset}", ValueError):
             return read(self.dataset, self.subset or None, streaming=self.streaming).get(split)
 
@@ -384,15 +392,3 @@ def _with_adapters(model: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Modu
             ) from error
 
     return checked
-
-
-def _datasets() -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        raise RequestError(
-            asked="to read a data set of the hub",
-            found=f"datasets is not installed: {error}",
-            why="`dataset` is read by datasets.load_dataset",
-            do="pip install 'allranks[huggingface]', or write rows(self, split)",
-        ) from error

@@ -14,23 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-from allranks.programs.digits_data import TRAINING, digits
+from allranks.programs.digits_data import TRAINING, DigitsFields, digits
 from allranks.torch.task import Task
 
 
 @dataclass(kw_only=True)
-class Digits(Task):
+class Digits(DigitsFields, Task):
     """Classify digits; the accuracy on held-out digits is at least 97 %."""
-
-    batch_size: int = 256
-    epochs: int = 20
-    lr: float = 3e-3
-    dropout: float = 0.1
-    width: int = 16
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"width = {self.width}, and a layer has at least 1 channel")
 
     def model(self) -> nn.Module:
         width = self.width

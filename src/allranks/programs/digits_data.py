@@ -6,6 +6,7 @@ For the program of each engine, so that all hold out the same. The order was fir
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,21 @@ from numpy.typing import NDArray
 TRAINING = 1437  # 1437 = 5 * 256 + 157: the last batch of an epoch is uneven
 SEED = 1797
 TABLE = Path("datasets", "data", "digits.csv.gz")  # a row: 64 pixels of 0 to 16, the label
+
+
+@dataclass(kw_only=True)
+class DigitsFields:
+    """The hyper-parameters of the program of each engine."""
+
+    batch_size: int = 256
+    epochs: int = 20
+    lr: float = 3e-3
+    dropout: float = 0.1
+    width: int = 16
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width = {self.width}, and a layer has at least 1 channel")
 
 
 def digits(part: slice) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.programs import mnist_data
-from allranks.programs.digits_data import TRAINING, digits
-from allranks.programs.readers.stream import OnBadRecord
+from allranks.programs.digits_data import TRAINING, DigitsFields, digits
 from allranks.tensorflow import Task
 
 Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -74,18 +73,8 @@ class KerasClassifier(Task):
 
 
 @dataclass(kw_only=True)
-class DigitsKeras(KerasClassifier):
+class DigitsKeras(DigitsFields, KerasClassifier):
     """The twin of `digits`; the accuracy on held-out digits is at least 97 %."""
-
-    batch_size: int = 256
-    epochs: int = 20
-    lr: float = 3e-3
-    dropout: float = 0.1
-    width: int = 16
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"width = {self.width}, and a layer has at least 1 channel")
 
     def model(self) -> Any:
         width = self.width
@@ -118,15 +107,8 @@ class DigitsKeras(KerasClassifier):
 
 
 @dataclass(kw_only=True)
-class MnistKeras(KerasClassifier):
+class MnistKeras(mnist_data.MnistFields, KerasClassifier):
     """The twin of `mnist`. With `download` off nothing is fetched."""
-
-    batch_size: int = 128
-    epochs: int = 12
-    lr: float = 1e-3
-    data: str = "data"
-    download: bool = True
-    on_bad_record: OnBadRecord = "stop"
 
     def model(self) -> Any:
         return keras.Sequential(
@@ -152,8 +134,5 @@ class MnistKeras(KerasClassifier):
         return self._labelled(*mnist_data.TEST)
 
     def _labelled(self, images: str, labels: str) -> Labelled:
-        files = mnist_data.DownloadedFiles(
-            mnist_data.MNIST, self.data, self.download, self.on_bad_record, type(self).__name__
-        )
-        pictures, numbers = files.labelled(images, labels)
+        pictures, numbers = self.labelled(images, labels)
         return pictures[..., None], numbers

@@ -18,29 +18,18 @@ from torch.optim import AdamW, Optimizer
 from allranks.programs.mnist_data import (
     CLASSES,
     FASHION,
-    MNIST,
     TEST,
     TRAINING,
     Collection,
-    DownloadedFiles,
+    MnistFields,
 )
 from allranks.programs.models import mnist_cnn
-from allranks.programs.readers.stream import OnBadRecord
 from allranks.torch.task import Task
 
 
 @dataclass(kw_only=True)
-class Mnist(Task):
+class Mnist(MnistFields, Task):
     """Classify handwritten digits. With `download` off nothing is fetched."""
-
-    batch_size: int = 128
-    epochs: int = 12
-    lr: float = 1e-3
-    data: str = "data"
-    download: bool = True
-    on_bad_record: OnBadRecord = "stop"
-
-    collection: ClassVar[Collection] = MNIST
 
     def model(self) -> nn.Module:
         return mnist_cnn(CLASSES)
@@ -63,9 +52,7 @@ class Mnist(Task):
 
     def _labelled(self, images: str, labels: str) -> tuple[Tensor, Tensor]:
         """Images (n, 1, 28, 28) of mean 0 and deviation 1, and labels (n,)."""
-        name = type(self).__name__
-        files = DownloadedFiles(self.collection, self.data, self.download, self.on_bad_record, name)
-        pictures, numbers = files.labelled(images, labels)
+        pictures, numbers = self.labelled(images, labels)
         return torch.from_numpy(pictures).unsqueeze(1), torch.from_numpy(numbers)
 
 

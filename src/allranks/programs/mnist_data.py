@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,6 @@ from allranks.programs.readers.stream import OnBadRecord, Remote, fetch, require
 CLASSES = 10
 TRAINING = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 TEST = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
-
-_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
 
 @dataclass(frozen=True)
@@ -34,39 +32,46 @@ class Collection:
     published: tuple[Remote, ...]
 
 
+def _published(folder: str, *digests: str) -> tuple[Remote, ...]:
+    """The packed files of a collection, below `folder`, with their MD5."""
+    names = zip((*TRAINING, *TEST), digests, strict=True)
+    return tuple(Remote(f"{folder}{name}.gz", f"md5:{digest}") for name, digest in names)
+
+
 MNIST = Collection(
     "mnist",
     0.1307,
     0.3081,
-    (
-        Remote(f"{_MNIST}{TRAINING[0]}.gz", "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        Remote(f"{_MNIST}{TRAINING[1]}.gz", "md5:d53e105ee54ea40749a09fcbcd1e9432"),
-        Remote(f"{_MNIST}{TEST[0]}.gz", "md5:9fb629c4189551a2d022fa330f9573f3"),
-        Remote(f"{_MNIST}{TEST[1]}.gz", "md5:ec29112dd5afa0611ce80d1b7f02629c"),
+    _published(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        *("f68b3c2dcbeaaa9fbdd348bbdeb94873", "d53e105ee54ea40749a09fcbcd1e9432"),
+        *("9fb629c4189551a2d022fa330f9573f3", "ec29112dd5afa0611ce80d1b7f02629c"),
     ),
 )
 FASHION = Collection(
     "fashion",
     0.2860,
     0.3530,
-    (
-        Remote(f"{_FASHION}{TRAINING[0]}.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        Remote(f"{_FASHION}{TRAINING[1]}.gz", "md5:25c81989df183df01b3e8a0aad5dffbe"),
-        Remote(f"{_FASHION}{TEST[0]}.gz", "md5:bef4ecab320f06d8554ea6380940ec79"),
-        Remote(f"{_FASHION}{TEST[1]}.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310"),
+    _published(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        *("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "25c81989df183df01b3e8a0aad5dffbe"),
+        *("bef4ecab320f06d8554ea6380940ec79", "bb300cfdad3c16e7a12a480ee83cd310"),
     ),
 )
 
 
-@dataclass(frozen=True)
-class DownloadedFiles:
-    """The files of a collection below `data`; `asked_by` is the task's name in errors."""
+@dataclass(kw_only=True)
+class MnistFields:
+    """The hyper-parameters of the program of each engine, and its files, which are below `data`."""
 
-    collection: Collection
-    data: str
-    download: bool
-    on_bad_record: OnBadRecord
-    asked_by: str
+    batch_size: int = 128
+    epochs: int = 12
+    lr: float = 1e-3
+    data: str = "data"
+    download: bool = True
+    on_bad_record: OnBadRecord = "stop"
+
+    collection: ClassVar[Collection] = MNIST
 
     def labelled(self, images: str, labels: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Images (n, 28, 28) of mean 0 and deviation 1, and labels (n,)."""
@@ -93,5 +98,5 @@ class DownloadedFiles:
         paths = [path for path in looked_for if path.exists()]
         if not paths:
             do = "put one of them there, or --set download=yes"
-            require(f"the data of {self.asked_by}", looked_for, do)
+            require(f"the data of {type(self).__name__}", looked_for, do)
         return paths[0]

@@ -127,7 +127,7 @@ class Follower:
             elapsed_s=now - self._started,
             quiet_s=0.0 if row is None else max(0.0, now - float(row["monotonic"])),
             anomalies=tuple(
-                sorted(self._anomalies.values(), key=lambda it: -1 if it.rank is None else it.rank)
+                sorted(self._anomalies.values(), key=lambda a: -1 if a.rank is None else a.rank)
             ),
         )
         return lines
@@ -290,7 +290,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "job_file_restored":
         return ["note: job.toml was removed while the job ran, and is written again"]
     if name in ("kept_elsewhere", "not_kept"):
-        return [f"note: {_not_kept_there(event)}"]
+        text = not_in_the_run_folder(event["file"], event.get("where"), event.get("error", ""))
+        return [f"note: {text}"]
     if name == "bad_step":
         return [f"note: {_whose(event)}{event['bad']}"]
     if name == "witness":
@@ -403,10 +404,6 @@ def not_in_the_run_folder(file: str, where: Mapping[str, str] | None, lost: str 
         return f"{file} is LOST ({lost}): the disk is full, and nowhere else was room"
     copy = f"{where['path']} on {where['host']} has {where['holds']}"
     return f"{file} is NOT in the run folder, whose disk is full: {copy}"
-
-
-def _not_kept_there(event: dict[str, Any]) -> str:
-    return not_in_the_run_folder(event["file"], event.get("where"), event.get("error", ""))
 
 
 def _whose(event: dict[str, Any]) -> str:

@@ -277,25 +277,17 @@ def _clipping(result: FromDeepSpeed, key: str, limit: Any) -> None:
     result.set_value("task.clip_norm", float(limit) or "none", key, limit)
 
 
-def _optimizer(result: FromDeepSpeed, key: str, data: Any) -> None:
-    section = _section(result, key, data)
-    if (text := optimizer_text(result.refuse, section)) is None:
-        result.note(key, data, "all of it is auto: the optimizer is the task's")
+def _recipe(result: FromDeepSpeed, key: str, data: Any) -> None:
+    name, text_of = RECIPES[key]
+    if (text := text_of(result.refuse, _section(result, key, data))) is None:
+        result.note(key, data, f"all of it is auto: the {name} is the task's")
     else:
-        result.set_value("optimizer", text, key, data)
-
-
-def _scheduler(result: FromDeepSpeed, key: str, data: Any) -> None:
-    section = _section(result, key, data)
-    if (text := schedule_text(result.refuse, section)) is None:
-        result.note(key, data, "all of it is auto: the schedule is the task's")
-    else:
-        result.set_value("schedule", text, key, data)
+        result.set_value(name, text, key, data)
 
 
 SECTIONS: dict[str, Callable[[FromDeepSpeed, str, Any], None]] = {
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
+    "optimizer": _recipe,
+    "scheduler": _recipe,
     "fp16": _fp16,
     "bf16": _bf16,
     "bfloat16": _bf16,
@@ -460,6 +452,10 @@ def schedule_text(refuse: Refuse, section: dict[str, Any]) -> str | None:
             "leave it out, and use --resume",
         )
     return _text(name, _known(refuse, "scheduler", params, known))
+
+
+RECIPES = {"optimizer": ("optimizer", optimizer_text), "scheduler": ("schedule", schedule_text)}
+"""By section: the option of the job, and the function that writes its value."""
 
 
 def _taken(refuse: Refuse, key: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -117,10 +117,8 @@ def run_script(argument: dict[str, Any]) -> int:
     sys.argv = [script, *argument["words"]]
     sys.path[0:0] = [os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))]
     code = _run(script, is_module)
-    getattr(
-        threading, "_shutdown", lambda: None
-    )()  # waits for threads, as Python does when it ends
-    getattr(atexit, "_run_exitfuncs", lambda: None)()
+    for holder, function in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(holder, function, lambda: None)()  # waits for threads, as Python does at its end
     return code
 
 

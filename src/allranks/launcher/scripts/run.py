@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -220,10 +220,8 @@ def _end_of(ended: Exit) -> str:
 
 
 LOCALHOST = "127.0.0.1"
-COMMAND, WARM_SCRIPT = (
-    "allranks.launcher.scripts.exec_command:main",
-    "allranks.launcher.scripts.exec_command:run_script",
-)
+COMMAND = "allranks.launcher.scripts.exec_command:main"
+WARM_SCRIPT = "allranks.launcher.scripts.exec_command:run_script"
 SERVER_VARIABLES = ("OPENBLAS_NUM_THREADS",)
 
 Hosts = Callable[[], AbstractContextManager[tuple[Host, ...]]]
@@ -337,9 +335,7 @@ class _ScriptAttempts:
     watcher: CommandWatcher
     signals: ForwardedSignals
     started_at: float
-
-    def __post_init__(self) -> None:
-        self._connections = Connections()
+    _connections: Connections = field(default_factory=Connections, init=False)
 
     def run(self) -> dict[str, Any]:
         """Run attempts until one ends well; returns the summary, or raises the error."""
@@ -460,7 +456,8 @@ class _ScriptAttempts:
         if not reason:
             return
         self.folder.events.event("interrupted", reason=reason, exits=exits, attempt=attempt)
-        codes = ", ".join(f"rank {rank}: {_exit_text(code)}" for rank, code in exits.items())
+        names = {rank: name_of_signal(-n) if n < 0 else n for rank, n in exits.items()}
+        codes = ", ".join(f"rank {rank}: {name}" for rank, name in names.items())
         raise Interrupted(f"interrupted ({reason}); {codes}\nrun folder {self.folder.path}")
 
 
@@ -473,10 +470,6 @@ def outcome_in(run_dir: Path) -> dict[str, str]:
         return {}
     path.unlink()
     return outcome
-
-
-def _exit_text(code: int) -> str:
-    return name_of_signal(-code) if code < 0 else str(code)
 
 
 def _process(

@@ -7,9 +7,8 @@ Ranks count through the hosts in order; roles are shared out in the order in whi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 from allranks.errors import RequestError, nearest
 
@@ -86,15 +85,12 @@ class Topology:
         """All processes, by rank."""
         named = [(role, index) for role, count in self.roles for index in range(count)]
         named = named or [(self.role_name, rank) for rank in range(self.world_size)]
-        return tuple(
-            ScriptProcess(first + local, local, node, host, *named[first + local])
-            for node, (host, first) in enumerate(zip(self.hosts, self._first_ranks(), strict=True))
-            for local in range(host.processes)
-        )
-
-    def _first_ranks(self) -> list[int]:
-        counts = [host.processes for host in self.hosts]
-        return list(accumulate(counts, initial=0))[:-1]
+        members: list[ScriptProcess] = []
+        for node, host in enumerate(self.hosts):
+            for local_rank in range(host.processes):
+                rank = len(members)
+                members.append(ScriptProcess(rank, local_rank, node, host, *named[rank]))
+        return tuple(members)
 
     def count(self, role: str) -> int:
         """How many processes have this role."""
@@ -401,20 +397,12 @@ def _dmlc(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     }
 
 
-def _pmi(topology: Topology, me: ScriptProcess) -> dict[str, str]:
-    return {"PMI_RANK": str(me.rank), "PMI_SIZE": str(topology.world_size)}
-
-
-def _pmix(topology: Topology, me: ScriptProcess) -> dict[str, str]:
-    return {"PMIX_RANK": str(me.rank)}
-
-
-_FAMILIES = {
+_FAMILIES: Mapping[str, Callable[[Topology, ScriptProcess], dict[str, str]]] = {
     "deepspeed": _deepspeed,
     "tensorflow": _tensorflow,
     "jax": _jax,
     "mpi": _mpi,
     "dmlc": _dmlc,
-    "pmi": _pmi,
-    "pmix": _pmix,
+    "pmi": lambda topology, me: {"PMI_RANK": str(me.rank), "PMI_SIZE": str(topology.world_size)},
+    "pmix": lambda topology, me: {"PMIX_RANK": str(me.rank)},
 }

@@ -224,11 +224,9 @@ def _tasks_from_totals(environment: Environment, nodes: int) -> tuple[int, ...]:
 def _check_task(allocation: Allocation) -> None:
     """Raise unless this process is one of the tasks of its step."""
     rank, local_rank, node = allocation.rank, allocation.local_rank, allocation.node
-    known = rank is not None and local_rank is not None and node is not None
     counts = allocation.tasks_per_node
     if not (
-        known
-        and rank is not None
+        rank is not None
         and rank < allocation.size
         and node is not None
         and node < len(counts)

@@ -166,7 +166,7 @@ def _partition(row: dict[str, str], offers: dict[str, SlurmNode], consumable: bo
         gpu_request=f"--gres=gpu:{kind}{{count}}",
         min_nodes=max(1, _count(row.get("MinNodes")) or 1),
         max_nodes=min(most or len(nodes), len(nodes)) if nodes else most,
-        time_limit_s=_time_limit(row.get("MaxTime", "")),
+        time_limit_s=parse_seconds(row.get("MaxTime", "")),
         whole_nodes=row.get("OverSubscribe", "").startswith("EXCLUSIVE"),
         source=SCONTROL,
     )
@@ -175,10 +175,6 @@ def _partition(row: dict[str, str], offers: dict[str, SlurmNode], consumable: bo
 def _largest(values: list[int], most: int | None) -> int | None:
     largest = max(values, default=None)
     return most if largest is None else largest if most is None else min(largest, most)
-
-
-def _time_limit(text: str) -> int | None:
-    return None if text in NOTHING else parse_seconds(text)
 
 
 def _count(text: str | None) -> int | None:

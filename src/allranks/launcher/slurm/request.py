@@ -13,7 +13,6 @@ GPUs as half of that. Without GPUs the CPUs that are asked for decide the share 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allranks.errors import RequestError
@@ -205,29 +204,23 @@ def _memory(
     site: Site, partition: Partition, options: SlurmOptions, gpus: int, cpus: int
 ) -> tuple[str, int]:
     """Which flag of memory, and how many MB: as asked, or the share in the site's own way."""
-    named = options.memory()
+    named, flag = options.memory(), site.memory_flag_of(partition)
     if len(named) > 1:
-        flags = " ".join(f"--{flag} {value}" for flag, value in named.items())
-        keep = site.memory_flag_of(partition)
-        keep = keep if keep in named else next(iter(named))
+        keep = flag if flag in named else next(iter(named))
+        usual = "none of them" if flag == "none" else f"--{flag}"
         raise RequestError(
-            asked=flags,
-            found=f"{len(named)} ways to ask for one memory; {site.title} uses "
-            f"{_flag_in_words(site.memory_flag_of(partition))}",
+            asked=" ".join(f"--{flag} {value}" for flag, value in named.items()),
+            found=f"{len(named)} ways to ask for one memory; {site.title} uses {usual}",
             why="Slurm takes one of --mem, --mem-per-cpu and --mem-per-gpu, and refuses the others",
             do=f"keep one of them: --{keep} {named[keep]}",
         )
     if named:
         return next(iter(named.items()))
-    flag, share = site.memory_flag_of(partition), memory_share_mb(partition, gpus, cpus)
+    share = memory_share_mb(partition, gpus, cpus)
     parts = {"mem": 1, "mem-per-cpu": cpus, "mem-per-gpu": gpus}
     if share is None or not parts.get(flag):
         return "none", 0
     return flag, max(1, share // parts[flag])
-
-
-def _flag_in_words(flag: str) -> str:
-    return "none of them" if flag == "none" else f"--{flag}"
 
 
 def _signal_s(options: SlurmOptions) -> int:
@@ -300,14 +293,14 @@ OTHERS = frozenset(
 """All others, of the versions from 17 on: an abbreviation must mean the same in each of them."""
 
 
-def full_name(name: str, options: Mapping[str, str] = DECIDED) -> str:
+def full_name(name: str) -> str:
     """`--partit` -> `--partition`; raises `RequestError` where it may mean several.
 
     A name that no option begins with is left as it is: plugins of a site bring options of their
     own, and sbatch refuses what it does not know.
     """
     bare = name.removeprefix("--")
-    known = options.keys() | OTHERS
+    known = DECIDED.keys() | OTHERS
     means = sorted(option for option in known if option.startswith(bare))
     if bare in known or not means:
         return name

@@ -145,20 +145,31 @@ def _for_imagenet(blocks: tuple[int, int, int, int], classes: int, zero_gamma: b
 
 
 def _initialised(model: ResNet, zero_gamma: bool) -> ResNet:
-    """He et al. 2015, arXiv 1502.01852, for convolutions; N(0, 0.01²) for `fc`, whose bias is 0.
+    """The model with its first weights. With `zero_gamma` every block starts as its shortcut.
 
-    With `zero_gamma` every block starts as its shortcut: the scale of its last BatchNorm is 0,
-    which helps large batches (Goyal et al. 2017, section 5.1).
+    The scale of its last BatchNorm is 0 then, which helps large batches (Goyal et al. 2017, 5.1).
+    """
+    _initialise(model)
+    for module in model.modules() if zero_gamma else ():
+        if isinstance(module, (BasicBlock, Bottleneck)):
+            last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
+            nn.init.zeros_(last.weight)
+    return model
+
+
+def _initialise(model: nn.Module) -> None:
+    """He et al. 2015, arXiv 1502.01852, for convolutions; N(0, 0.01²) for linear layers; biases 0.
+
+    VGG's paper started deep configurations from trained shallow ones, or from Glorot's weights;
+    He's keep the variance through ReLU, so no such start is needed.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, (BasicBlock, Bottleneck)) and zero_gamma:
-            last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
-            nn.init.zeros_(last.weight)
-    nn.init.normal_(model.fc.weight, std=0.01)
-    nn.init.zeros_(model.fc.bias)
-    return model
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 # --- efficientnet --------------------------------------------------------------------------------
@@ -349,7 +360,7 @@ class VGG(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(4096, classes),
         )
-        _initialise_vgg(self)
+        _initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, 224, 224) -> logits (n, classes)."""
@@ -360,22 +371,6 @@ class VGG(nn.Module):
 def vgg16(classes: int = 1000, dropout: float = 0.5) -> VGG:
     """VGG-16 without BatchNorm, for 224 by 224 pixels; 138,357,544 parameters with 1000 classes."""
     return VGG(classes, dropout)
-
-
-def _initialise_vgg(model: nn.Module) -> None:
-    """He et al. 2015, arXiv 1502.01852, for convolutions; N(0, 0.01²) for linear layers; biases 0.
-
-    The paper started deep configurations from trained shallow ones, or from Glorot's weights; He's
-    keep the variance through ReLU, so no such start is needed.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            assert module.bias is not None
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.01)
-            nn.init.zeros_(module.bias)
 
 
 # --- mnist ---------------------------------------------------------------------------------------

@@ -70,10 +70,12 @@ def read_idx(path: str | Path) -> NDArray[Any]:
         problem = f"{size} bytes of values where the header, {shape}, promises {wanted}"
         raise BadRecord(path, f"byte {start + min(size, wanted)}", problem)
     if packed:
-        return np.frombuffer(bytearray(content), dtype).reshape(shape).astype(_native(dtype))
-    if dtype.itemsize == 1 and wanted:  # copied on writing: torch wants arrays that can be written
+        values = np.frombuffer(bytearray(content), dtype)
+    elif dtype.itemsize == 1 and wanted:  # copied on writing: torch wants to write to it
         return np.memmap(path, dtype, "c", start, shape)
-    return np.fromfile(path, dtype, offset=start).reshape(shape).astype(_native(dtype))
+    else:
+        values = np.fromfile(path, dtype, offset=start)
+    return values.reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def read_labelled(
@@ -103,10 +105,6 @@ def _magic(path: str | Path, head: bytes) -> tuple[np.dtype[Any], int]:
         problem = f"no IDX file: it starts with {head.hex(' ') or 'nothing'}"
         raise BadRecord(path, "byte 0", problem)
     return np.dtype(TYPES[head[2]]), head[3]
-
-
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype.newbyteorder("=")
 
 
 # --- cifar ---------------------------------------------------------------------------------------

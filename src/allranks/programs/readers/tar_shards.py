@@ -29,7 +29,7 @@ class TarShards(FileStream):
             archive = Archive(path, file)
             members = (member for member in archive.members() if NAME.fullmatch(member.name))
             known: set[str] = set()
-            for number, (base, group) in enumerate(groupby(members, _base)):
+            for number, (base, group) in enumerate(groupby(members, lambda m: _split(m)[0])):
                 again = base in known
                 known.add(base)
                 if number % parts != part:
@@ -38,10 +38,6 @@ class TarShards(FileStream):
                     yield _sample(archive, base, group, again)
                 except BadRecord as error:
                     self.bad_records.pass_over(error)
-
-
-def _base(member: tarfile.TarInfo) -> str:
-    return _split(member)[0]
 
 
 def _split(member: tarfile.TarInfo) -> tuple[str, str]:

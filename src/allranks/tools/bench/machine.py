@@ -21,12 +21,12 @@ from typing import Any
 
 from allranks.job.job import Job
 from allranks.job.units import format_bytes
+from allranks.launcher.nodes.facts import processor
 from allranks.tools.bench.peers import HERE
 from allranks.tools.sweep import start_command
 
 LEAST_BYTES, MOST_BYTES, ALL_BYTES = 8 * 2**20, 64 * 2**20, 512 * 2**20
 COPIES = 5
-MODEL = "model name"
 CEILING_S = 60.0
 SUMMED = "sums.json"
 
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, Any]:
     load = os.getloadavg()[0]
     return {
         "host": os.uname().nodename,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores,
         "memory_bytes": pages,
         "load_1min": load,
@@ -46,15 +46,6 @@ def machine_facts() -> dict[str, Any]:
         "copy_all_cores_bytes_per_s": copy_bytes_per_s(cores),
         "all_reduce_bytes_per_s": None,
     }
-
-
-def _processor(path: Path = Path("/proc/cpuinfo")) -> str | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(MODEL)]
-    return names[0] if names else None
 
 
 def copy_bytes_per_s(threads: int) -> float:

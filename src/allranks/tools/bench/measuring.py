@@ -71,13 +71,13 @@ def measure(
                     continue
                 watcher.began(combination, turn)
                 measured = _in_unit(runs.run(combination, turn), list(series.values()))
-                if isinstance(measured, str):
-                    record.problem = "" if signals.reason else measured
-                else:
+                outcome = measured if isinstance(measured, str) else measured[0]
+                if not isinstance(measured, str):
                     record.runs.append(measured[0])
                     record.losses = record.losses or measured[1]
+                elif not signals.reason:
+                    record.problem = measured
                 if not signals.reason:
-                    outcome = measured if isinstance(measured, str) else measured[0]
                     watcher.ended(combination, turn, outcome)
     return list(series.values())
 
@@ -101,7 +101,8 @@ class _BenchRuns:
         if plan.command:
             return self._run_script(combination, turn, run_dir, log)
         if combination.is_peer:
-            words, verb = self._words_of_peer(combination, run_dir, peer), "run"
+            job, verb = self.jobs[combination], "run"
+            words = peer_words(combination, job, run_dir, peer, plan.peer_limit_s)
         else:
             words = [*plan.words_of(combination), "--run-dir", str(run_dir), *UNCHECKED]
             verb = "train"
@@ -116,10 +117,6 @@ class _BenchRuns:
         if summary is None:
             return _why(run_dir, log)
         return measured_run(run_dir, summary, plan.warm_up, turn, joules)
-
-    def _words_of_peer(self, combination: Combination, run_dir: Path, out: Path) -> list[str]:
-        limit_s = self.plan.peer_limit_s
-        return peer_words(combination, self.jobs[combination], run_dir, out, limit_s)
 
     def _run_script(
         self, combination: Combination, turn: int, run_dir: Path, log: Path
@@ -210,18 +207,14 @@ def counters(folder: Path = COUNTERS) -> dict[Path, tuple[int, int]]:
     return readings
 
 
-@dataclass
 class EnergyMeter:
     """Counts from its creation; `joules` returns the energy since, `None` if unknown.
 
     It misses a counter that wraps around twice, which takes about an hour at full load.
     """
 
-    folder: Path = COUNTERS
-    began: dict[Path, tuple[int, int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.began = counters(self.folder)
+    def __init__(self, folder: Path = COUNTERS) -> None:
+        self.folder, self.began = folder, counters(folder)
 
     def joules(self) -> float | None:
         now = counters(self.folder)

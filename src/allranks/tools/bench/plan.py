@@ -121,9 +121,10 @@ def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
             why="values stand between commas, with options of their own in brackets",
             do="--sweep 'reduce=mean,top-k(k=1,chunk=64)'",
         ) from None
-    having = [strategy for strategy in strategies if _has(strategy, option)]
+    options = {strategy: {o.name for o in card_of(strategy).options} for strategy in strategies}
+    having = [strategy for strategy, names in options.items() if option in names]
     if not having or len(texts) < 2 or len(set(texts)) < len(texts):
-        known = sorted({o.name for strategy in strategies for o in card_of(strategy).options})
+        known = sorted(set().union(*options.values()))
         raise RequestError(
             asked=f"--sweep {sweep}",
             found="no strategy with that option" if not having else "fewer than two values",
@@ -137,10 +138,6 @@ def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
         mark = "," if ":" in name else ":"
         variants += [f"{name}{mark}{option}={text}" for text in texts] if name in having else [name]
     return variants, option
-
-
-def _has(strategy: str, option: str) -> bool:
-    return any(known.name == option for known in card_of(strategy).options)
 
 
 def value_of(strategy: str, option: str) -> float | None:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ class Measured:
     turn: int
     steps: StepSpeeds
     step_s: float
-    shares: dict[str, float]
-    sent_bytes: float | None
-    card_bytes: float | None
-    weights_sha256: str
+    shares: dict[str, float] = field(default_factory=dict)
+    sent_bytes: float | None = None
+    card_bytes: float | None = None
+    weights_sha256: str = ""
     peak_bytes: int | None = None
     device_peak_bytes: int | None = None
     until_step: int | None = None
@@ -126,8 +126,14 @@ def measured_peer(
     per_rank = [MemoryPeaks(**json.loads(path.read_text())) for path in folder.glob(PEER_HELD)]
     if len(per_rank) < ranks:
         return f"{len(per_rank)} of {ranks} ranks came to the end"
-    peaks = most(per_rank, "host_bytes"), most(per_rank, "device_bytes")
-    measured = Measured(turn, times.steps, times.step_s, {}, None, None, "", *peaks, joules=joules)
+    measured = Measured(
+        turn,
+        times.steps,
+        times.step_s,
+        peak_bytes=most(per_rank, "host_bytes"),
+        device_peak_bytes=most(per_rank, "device_bytes"),
+        joules=joules,
+    )
     return measured, times.losses
 
 

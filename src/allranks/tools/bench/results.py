@@ -19,7 +19,6 @@ from allranks.tools.bench.reading import (
     SAMPLES_PER_S,
     STEPS_PER_S,
     Interval,
-    Measured,
     interval,
     ratio,
 )
@@ -108,7 +107,8 @@ def _row(entry: RunSet, base: RunSet | None, ours: RunSet | None, until: str) ->
     speeds = {run.turn: run.steps.speed for run in entry.runs}
     unit = entry.runs[0].unit
     up, efficiency = _scaling(entry, base) if unit != STEPS_PER_S else (None, None)
-    runs, last, reached = entry.runs, entry.runs[-1], _reached(entry.runs)
+    runs, last = entry.runs, entry.runs[-1]
+    reached = [run for run in runs if run.until_s is not None]
     compute, exchange, data = (
         _mean(run.shares.get(phase) for run in runs) for phase in (COMPUTE, EXCHANGE, INPUT)
     )
@@ -159,10 +159,6 @@ def row_from(data: Mapping[str, Any]) -> BenchRow:
             high = math.inf if bounds["high"] is None else bounds["high"]
             values[name] = Interval(bounds["mean"], low, high, bounds["repeats"])
     return BenchRow(**values)
-
-
-def _reached(runs: Iterable[Measured]) -> list[Measured]:
-    return [run for run in runs if run.until_s is not None]
 
 
 def _scaling(entry: RunSet, base: RunSet) -> tuple[Interval | None, Interval | None]:

@@ -41,10 +41,6 @@ def with_reach(value: Interval | None, digits: int) -> str:
     return text if math.isinf(reach) else f"{text} ± {reach:,.{digits}f}"
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
 def _bytes(value: float | None) -> str:
     return "" if value is None else format_bytes(value)
 
@@ -79,7 +75,7 @@ COLUMNS: dict[str, Column] = {
     "speed-up": lambda row: _over_base(row, row.speed_up),
     "efficiency": lambda row: _over_base(row, row.efficiency),
     "samples a step": lambda row: f"{row.step_samples or 0:,.4g}",
-    "exchange": lambda row: _share(row.exchange),
+    "exchange": lambda row: "" if row.exchange is None else f"{row.exchange:.0%}",
     "sent a step": lambda row: _bytes(row.sent_bytes),
     "by its card": lambda row: _bytes(row.card_bytes),
     "peak memory": lambda row: _bytes(row.peak_bytes),
@@ -124,13 +120,11 @@ def how_timed(plan: BenchPlan, rows: Sequence[BenchRow]) -> str:
 def titles_of(head: Sequence[str], rows: Sequence[BenchRow]) -> list[str]:
     """The columns under the names that fit the unit of the rows."""
     unit = unit_of(rows)
-    names = {"samples/s": unit, "strategy": "script" if _are_of_script(rows) else "strategy"}
-    names |= {"ms a step": "ms a run"} if unit == RUNS_PER_HOUR else {}
+    names = {"samples/s": unit, "ms a step": "ms a run" if unit == RUNS_PER_HOUR else "ms a step"}
+    ours = [row for row in rows if row.speed is not None and not row.is_peer]
+    if any(row.card_bytes is None for row in ours):
+        names["strategy"] = "script"
     return [names.get(name, name) for name in head]
-
-
-def _are_of_script(rows: Sequence[BenchRow]) -> bool:
-    return any(row.speed is not None and row.card_bytes is None and not row.is_peer for row in rows)
 
 
 def head_of(rows: Sequence[BenchRow]) -> tuple[str, ...]:

@@ -194,7 +194,8 @@ class Check:
         for look in self._looks():
             self.looks.append(look)
             if look.first is not None:
-                self.looks += self._closer_than_bits(look)
+                if look.promised and look.tolerance.exact:  # the cause, or only rounding
+                    self.looks += self.in_float64(many=(look.ranks,))
                 break
         self.search_operators()
         return Verdict(self.job.program, self.job.strategy, tuple(self.looks), self.left_out())
@@ -229,11 +230,6 @@ class Check:
             yield self._look(on_ranks, reference, candidate, tolerance)
             self.clear(candidate)
         self.clear(reference)
-
-    def _closer_than_bits(self, look: Look) -> Iterator[Look]:
-        """Where bits differ, compare the same ranks in float64: the cause, or only rounding."""
-        if look.promised and look.tolerance.exact:
-            yield from self.in_float64(many=(look.ranks,))
 
     def _reference_in_float64(self, job: Job, name: str = "fp64-reference") -> CheckedRun | None:
         """The run of one process in float64; `None` if the task cannot be computed in it."""

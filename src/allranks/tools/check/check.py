@@ -163,7 +163,9 @@ def _at_exact_setting(check: Check, guarantee: Approximate) -> tuple[tuple[Look,
     looks, notes = tuple(check.looks), [*check.left_out()]
     if guarantee.plain_sgd:
         notes.append(f"the optimizer of the task: its card is exact for SGD, and {SGD} was taken")
-        clips = _clips_at(check.folder)
+        trace = RecordedTrace(check.folder / "fp64-reference" / "trace")
+        start = trace.ranks[0][START] if trace.ranks else {}
+        clips = start.get("facts", {}).get("clip_norm")
         if clips and any(look.first is not None for look in looks):
             raise RequestError(
                 asked=f"check --strategy {check.job.strategy}",
@@ -179,18 +181,11 @@ def exact_tolerance(guarantee: Approximate) -> Tolerance:
     return dataclasses.replace(FP64, stages=MADE) if guarantee.plain_sgd else FP64
 
 
-def _clips_at(folder: Path) -> float | None:
-    """The norm to which the task clips, as the reference recorded it."""
-    trace = RecordedTrace(folder / "fp64-reference" / "trace")
-    return trace.ranks[0][START].get("facts", {}).get("clip_norm") if trace.ranks else None
-
-
 def exact_setting(job: Job, guarantee: Approximate) -> Job:
     """The job at the setting at which its card says that it is exact."""
     exact = at_setting(job.strategy, guarantee.setting)
-    if not guarantee.plain_sgd:
-        return dataclasses.replace(job, strategy=exact)
-    return dataclasses.replace(job, strategy=exact, optimizer=SGD)
+    optimizer = SGD if guarantee.plain_sgd else job.optimizer
+    return dataclasses.replace(job, strategy=exact, optimizer=optimizer)
 
 
 def measured(check: Check, job: Job, exact_at: str | None, promise: str) -> Drift:

@@ -230,10 +230,12 @@ class _Walk:
         ours, theirs = self.candidate.tensors(step), self.reference.tensors(step)
         if "weight" in self.tolerance.stages and not self.tolerance.exact:
             limit, floor = self.tolerance.tensors, self.tolerance.floor
-            self.rounding.add(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
+            gradients = of_stage(ours, "gradient"), of_stage(theirs, "gradient")
+            self.rounding.add(*gradients, limit, floor)
         for stage in STAGES:
             if stage in self.tolerance.stages or step == START:
-                yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)
+                both = of_stage(ours, stage), of_stage(theirs, stage)
+                yield from self._tensors(step, stage, *both, rows)
             if stage == "gradient" and step != START and stage in self.tolerance.stages:
                 norms = rows[0]["grad_norm"], wanted["grad_norm"]
                 yield from _number(step, "gradient norm", *norms, self.tolerance.floor, rows[0])
@@ -282,7 +284,7 @@ class _Walk:
         self, step: int, stage: str, ours: dict[str, Array], theirs: dict[str, Array]
     ) -> dict[str, float]:
         """The relative difference of each tensor whose bits are not equal."""
-        start = {} if step == START else _of(self.reference.start, stage)
+        start = {} if step == START else of_stage(self.reference.start, stage)
         scales = usual_sizes(stage, theirs, start, self.tolerance.small, self.tolerance.floor)
         sizes = {}
         for name in sorted(ours.keys() & theirs.keys()):
@@ -317,7 +319,8 @@ def _magnitude(row: Mapping[str, Any]) -> float:
     return max(size for size in sizes if math.isfinite(size))
 
 
-def _of(tensors: Mapping[str, Array], stage: str) -> dict[str, Array]:
+def of_stage(tensors: Mapping[str, Array], stage: str) -> dict[str, Array]:
+    """The tensors of a stage, of those by stage/name."""
     prefix = stage + "/"
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 

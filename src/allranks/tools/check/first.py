@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -246,13 +246,9 @@ class FirstCheck(Check):
             with suppress(RequestError):  # bitwise, random numbers are drawn per shard
                 looks = list(self._bits(self.plan.many))
         yield from looks
-        if self._has_other_passes and looks[-1].precision == "fp64" and looks[-1].first is None:
+        casts = self.job.precision not in ("fp32", "fp64")  # within passes, or scales the loss
+        if casts and looks[-1].precision == "fp64" and looks[-1].first is None:
             yield self._in_own_precision()
-
-    @property
-    def _has_other_passes(self) -> bool:
-        """Whether the job's precision casts within its passes, or scales the loss."""
-        return self.job.precision not in ("fp32", "fp64")
 
     def run(self, name: str, job: Job) -> CheckedRun:
         """A run that writes no weights at its end; the reference has the witness on."""
@@ -329,8 +325,7 @@ def _ranks_here(plan: LaunchPlan) -> int:
 def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
     """The fork server of this machine: the job's, or a new one where the job runs on nodes."""
     if isinstance(resources, LocalMachine):
-        with nullcontext(resources.server) as server:
-            yield server
+        yield resources.server
         return
     assert isinstance(resources.server, Nodes)
     with resources.server.attended(), ForkServer(preload_for(job.program, job.engine)) as server:

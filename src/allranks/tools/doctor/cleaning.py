@@ -75,7 +75,11 @@ def clean(run: Path | None = None, within: Path | None = None) -> Cleaned:
     for leftover in targets:
         if leftover.pid is None:
             shutil.rmtree(leftover.name, ignore_errors=True)
-    still = tuple(leftover for leftover in targets if _is_there(leftover))
+    still = tuple(
+        leftover
+        for leftover in targets
+        if _runs(leftover) or (leftover.pid is None and Path(leftover.name).exists())
+    )
     return Cleaned(tuple(leftover for leftover in targets if leftover not in still), still)
 
 
@@ -117,7 +121,3 @@ def _command(pid: int) -> str:
 
 def _runs(leftover: Leftover) -> bool:
     return leftover.pid is not None and state_of(leftover.pid) not in ("", "Z", "X")
-
-
-def _is_there(leftover: Leftover) -> bool:
-    return _runs(leftover) if leftover.pid is not None else Path(leftover.name).exists()

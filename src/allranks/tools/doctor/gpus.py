@@ -81,9 +81,6 @@ class References(Check):
             self.machine.references[key] = super().run(name, job)
         return self.machine.references[key]
 
-    def train(self, resolved: Resolved) -> Result:
-        return self.machine.run(resolved)
-
     def clear(self, *runs: CheckedRun) -> None:
         references = self.machine.references.values()
         super().clear(*(run for run in runs if run not in references))

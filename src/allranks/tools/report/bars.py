@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from allranks.job.units import format_bytes
 from allranks.tools.report.numbers import UNKNOWN, counted, format_percent, format_seconds
-from allranks.tools.report.plot import Tick, nice_ticks
+from allranks.tools.report.plot import Tick, ticks_over
 from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.tables import RIGHT, Table
 from allranks.tools.report.timeline import (
@@ -102,22 +102,18 @@ def time_bars(run: RecordedRun) -> Bars | None:
     if not seconds:
         return None
     kinds = {**TIMES, "exchange": ONE_GRAPH} if run.is_one_graph else TIMES
-    bars = _bars(seconds, kinds, "rank {}".format, format_seconds)
+    bars = _bars(seconds, kinds, format_seconds)
     waited = waited_at_least(seconds)
     rows = []
     for rank, phases in seconds.items():
         total = sum(phases.values()) or 1.0
-        cells = [f"{format_seconds(phases.get(n, 0))} ({_share(phases, n, total)})" for n in TIMES]
-        rows.append(
-            (str(rank), *cells, UNKNOWN if run.is_one_graph else format_seconds(waited[rank]))
-        )
+        spent = [phases.get(name, 0.0) for name in TIMES]
+        cells = [f"{format_seconds(s)} ({format_percent(s / total)})" for s in spent]
+        cells.append(UNKNOWN if run.is_one_graph else format_seconds(waited[rank]))
+        rows.append((str(rank), *cells))
     head = ("rank", *kinds.values(), "of it waiting, at least")
     table = Table(head, tuple(rows), (RIGHT,) * len(head))
     return Bars(kinds, bars, table, len(seconds) - len(bars))
-
-
-def _share(phases: Mapping[str, float], name: str, total: float) -> str:
-    return format_percent(phases.get(name, 0.0) / total)
 
 
 def memory_bars(run: RecordedRun) -> Bars | None:
@@ -148,7 +144,7 @@ def memory_bars(run: RecordedRun) -> Bars | None:
         for rank, sizes in by_rank.items()
     ]
     head = ("rank", *kinds.values(), "together", *peaks.values())
-    bars = _bars(by_rank, kinds, "rank {}".format, format_bytes)
+    bars = _bars(by_rank, kinds, format_bytes)
     table = Table(head, tuple(rows), (RIGHT,) * len(head))
     return Bars(kinds, bars, table, len(by_rank) - len(bars))
 
@@ -161,7 +157,6 @@ def _peak(run: RecordedRun, rank: int, which: str) -> str:
 def _bars(
     values: Mapping[int, Mapping[str, float]],
     kinds: Mapping[str, str],
-    name_of: Callable[[int], str],
     in_words: Callable[[float], str],
 ) -> tuple[Bar, ...]:
     """A bar for each rank; the longest has the whole width."""
@@ -175,7 +170,7 @@ def _bars(
             for kind, text in kinds.items()
             if sizes.get(kind, 0) > 0
         )
-        bars.append(Bar(name_of(rank), parts, in_words(total)))
+        bars.append(Bar(f"rank {rank}", parts, in_words(total)))
     return tuple(bars)
 
 
@@ -211,11 +206,6 @@ def bars_to_data(run: RecordedRun) -> dict[str, Any]:
         "held_bytes": {str(placement.rank): placement.all_bytes for placement in run.placements},
         "peak_bytes": {str(rank): peaks.to_data() for rank, peaks in run.memory_peaks.items()},
     }
-
-
-def lanes_of(ranks: Sequence[int]) -> Sequence[int]:
-    """The ranks that have a lane of their own in a picture."""
-    return ranks[:MOST_LANES]
 
 
 # --- closely -------------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
         )
         for rank, seconds in mean.items()
     )
-    ranks = lanes_of(sorted({step.rank for step in shown}))
+    ranks = sorted({step.rank for step in shown})[:MOST_LANES]
     numbers = sorted({step.number for step in shown})
     which = f"{numbers[0]:,} to {numbers[-1]:,}" if len(numbers) > 1 else f"{numbers[0]:,}"
     present = {piece.phase for step in shown for piece in step.pieces} | set(kinds)
@@ -275,7 +265,7 @@ def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
         legend={kind: text for kind, text in names.items() if kind in present},
         lanes={rank: _bits(rank, shown, begin, length, names) for rank in ranks},
         ends={rank: _ends(rank, shown, begin, length) for rank in ranks},
-        ticks=_ticks(length),
+        ticks=ticks_over(1e3 * length, "ms"),
         table=Table(head, rows, (RIGHT,) * len(head)),
         note=_note(run, steps),
     )
@@ -322,9 +312,3 @@ def _ends(rank: int, steps: tuple[StepTime, ...], begin: float, length: float) -
     """Where one step ends and the next begins."""
     local_steps = [step for step in steps if step.rank == rank]
     return tuple(round(100 * (step.end_s - begin) / length, 3) for step in local_steps[:-1])
-
-
-def _ticks(length_s: float) -> tuple[Tick, ...]:
-    milliseconds = 1e3 * length_s
-    places = [t for t in nice_ticks(0, milliseconds, 5) if t <= milliseconds]
-    return tuple(Tick(round(100 * t / milliseconds, 3), f"{t:g} ms" if t else "0") for t in places)

@@ -79,9 +79,19 @@ def charts_of_bench(bench: Bench) -> list[Chart]:
     else:
         kind = "weak" if bench.plan.scaling == WEAK else "strong"
         charts = [
-            _over_ranks(bench, f"Speed-up, {kind} scaling", _speed_up, "dashed: the ideal", _ideal),
             _over_ranks(
-                bench, "Efficiency", _efficiency, f"dashed: {ENOUGH:.0%}", lambda n: ENOUGH
+                bench,
+                f"Speed-up, {kind} scaling",
+                lambda row: 1.0 if row.ranks == row.base == 1 else row.speed_up,
+                "dashed: the ideal",
+                _ideal,
+            ),
+            _over_ranks(
+                bench,
+                "Efficiency",
+                lambda row: 1.0 if row.ranks == row.base else row.efficiency,
+                f"dashed: {ENOUGH:.0%}",
+                lambda ranks: ENOUGH,
             ),
             _over_ranks(bench, SPEEDS[unit_of(bench.rows)], lambda row: row.speed),
             _over_ranks(
@@ -96,14 +106,6 @@ def charts_of_bench(bench: Bench) -> list[Chart]:
             ),
         ]
     return [chart for chart in charts if any(line.style != IDEAL for line in chart.lines)]
-
-
-def _speed_up(row: BenchRow) -> Interval | None:
-    return Interval(1, 1, 1, 1) if row.ranks == row.base == 1 else row.speed_up
-
-
-def _efficiency(row: BenchRow) -> Interval | None:
-    return Interval(1, 1, 1, 1) if row.ranks == row.base else row.efficiency
 
 
 def _ideal(ranks: float) -> float:
@@ -136,11 +138,11 @@ def _over_ranks(
     return Chart(title, tuple(lines), note=note, from_zero=True, x_title="ranks", x_ticks_at=ticks)
 
 
-def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int) -> PlotLine:
+def _line(name: str, points: Sequence[tuple[float, Interval | float]], colour: int) -> PlotLine:
     xs, ys, ranges = [], [], []
-    for ranks, number in sorted(points, key=lambda point: point[0]):
+    for x, number in sorted(points, key=lambda point: point[0]):
         known = number if isinstance(number, Interval) else Interval(number, number, number, 1)
-        xs.append(float(ranks))
+        xs.append(float(x))
         ys.append(known.mean)
         bounded = not math.isinf(known.low)
         ranges.append((max(known.low, 0.0), known.high) if bounded else (known.mean, known.mean))
@@ -150,17 +152,10 @@ def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int
 def _sweep(bench: Bench) -> Chart:
     """Milliseconds of a step by the value of the swept option."""
     curves = sweep_curves(bench.plan, bench.rows)
-    lines = [
-        PlotLine(
-            curve.name,
-            Series(
-                curve.name, tuple(p[0] for p in curve.points), tuple(p[1] for p in curve.points)
-            ),
-            number % COLOURS,
-            ranges=tuple((max(p[2], 0.0), p[3]) for p in curve.points),
-        )
-        for number, curve in enumerate(curves)
-    ]
+    lines = []
+    for number, curve in enumerate(curves):
+        points = [(x, Interval(middle, low, high, 1)) for x, middle, low, high in curve.points]
+        lines.append(_line(curve.name, points, number % COLOURS))
     sizes = sorted({x for line in lines for x in line.series.xs})
     is_log = bool(sizes) and sizes[0] > 0 and sizes[-1] / sizes[0] >= LOG_FROM
     return Chart(
@@ -212,9 +207,9 @@ def page_of_benches(benches: Sequence[Bench]) -> str:
 def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> BenchView:
     plan, rows = bench.plan, bench.rows
     kind = "weak scaling" if plan.scaling == WEAK else "strong scaling"
-    strategies = sum(1 for _ in dict.fromkeys(row.strategy for row in rows))
     numbers = sorted({row.ranks for row in rows})
     ranks = ", ".join(map(str, numbers)) + (" rank" if numbers == [1] else " ranks")
+    strategies = len({row.strategy for row in rows})
     measured = counted(strategies, "strategy").replace("strategys", "strategies")
     words = [f"{'a script' if plan.command else measured} on {ranks}"]
     by_samples = unit_of(rows) == SAMPLES_PER_S

@@ -18,6 +18,7 @@ from allranks.tools.script_check.rules.facts import NOT_ALL, counted_findings
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
 OF_SCRIPT = ("findings", "unwatched", "ranks")
+NO_TABLE = Table((), (), ())
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class CheckView:
     letter: str
     state: str
     tone: str
-    looks: Table
-    first: Mapping[str, Any] | None
-    cause: Mapping[str, Any] | None
-    where: str
-    drift: Mapping[str, Any] | None
     words: str
-    findings: Sequence[Mapping[str, Any]]
-    charts: tuple[tuple[int, Chart], ...]
+    looks: Table = NO_TABLE
+    first: Mapping[str, Any] | None = None
+    cause: Mapping[str, Any] | None = None
+    where: str = ""
+    drift: Mapping[str, Any] | None = None
+    findings: Sequence[Mapping[str, Any]] = ()
+    charts: tuple[tuple[int, Chart], ...] = ()
 
 
 def is_check(data: Any) -> bool:
@@ -118,7 +119,7 @@ def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]
     if _is_of_script(record):
         return _view_of_script(check, letter)
     looks = [look for look in record["looks"] if look["asked"]]
-    deciding = next((look for look in looks if look["first_difference"]), None)
+    deciding: dict[str, Any] = next((look for look in looks if look["first_difference"]), {})
     rows = tuple(_cells(look) for look in record["looks"])
     head = ("looked at", "steps", "what counts as equal", "largest difference", "found")
     state, tone = STATES[record["equal"]]
@@ -127,14 +128,13 @@ def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]
         letter,
         state,
         tone,
-        Table(head, rows, (LEFT, RIGHT, RIGHT, RIGHT, LEFT)),
-        deciding["first_difference"] if deciding else None,
-        deciding.get("cause") if deciding else None,
-        _where(deciding) if deciding else "",
-        record.get("drift"),
-        str(record["strategy"]),
-        (),
-        charts,
+        words=str(record["strategy"]),
+        looks=Table(head, rows, (LEFT, RIGHT, RIGHT, RIGHT, LEFT)),
+        first=deciding.get("first_difference"),
+        cause=deciding.get("cause"),
+        where=_where(deciding) if deciding else "",
+        drift=record.get("drift"),
+        charts=charts,
     )
 
 
@@ -147,26 +147,18 @@ def _program(record: Mapping[str, Any]) -> str:
 
 def _view_of_script(check: CheckResult, letter: str) -> CheckView:
     """The findings of `check -- COMMAND`."""
-    record = check.record
-    findings, ranks = findings_of(record), counted(int(record["ranks"]), "rank")
+    record, ranks = check.record, counted(int(check.record["ranks"]), "rank")
     count = len(record["findings"])
     state = counted_findings(count, is_all=not record["unwatched"])
     doubt = f"; {record['doubt']}" if record.get("doubt") else ""
     missing = doubt + (NOT_ALL if record["unwatched"] else "")
-    nothing = Table((), (), ())
     return CheckView(
         check,
         letter,
         f"{state} on {ranks}{missing}",
         "bad" if count or missing else "good",
-        nothing,
-        None,
-        None,
-        "",
-        None,
-        f"a script, watched on {ranks}",
-        findings,
-        (),
+        words=f"a script, watched on {ranks}",
+        findings=findings_of(record),
     )
 
 

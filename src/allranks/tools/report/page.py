@@ -23,17 +23,7 @@ from allranks import __version__
 from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
 from allranks.job.units import format_bytes
-from allranks.tools.report import tables
-from allranks.tools.report.bars import (
-    Bars,
-    Closely,
-    bars_to_data,
-    closely,
-    gauges,
-    lanes_of,
-    memory_bars,
-    time_bars,
-)
+from allranks.tools.report import bars, tables
 from allranks.tools.report.numbers import (
     UNKNOWN,
     counted,
@@ -48,7 +38,7 @@ from allranks.tools.report.plot import (
     charts_of,
     constants_of,
     letter_of,
-    nice_ticks,
+    ticks_over,
 )
 from allranks.tools.report.records import (
     BENCH_RECORD,
@@ -58,7 +48,6 @@ from allranks.tools.report.records import (
     Event,
     RecordedRun,
 )
-from allranks.tools.report.tables import Table, count_of_steps, sent_per_step
 from allranks.tools.report.timeline import (
     PHASES,
     Timeline,
@@ -119,7 +108,7 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     if speed:
         figures.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
     if not run.is_command:
-        steps = count_of_steps(run)
+        steps = tables.count_of_steps(run)
         is_known = steps != UNKNOWN
         figures.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
     note = "so far" if run.outcome.state == RUNNING else "with start and end"
@@ -133,15 +122,11 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     for event in run.of("proof")[-1:]:
         figure = "proved" if event["proved"] else "not proved"
         figures.append(Figure("equal to one process", figure, str(event["why"])))
-    sent_bytes = sent_per_step(run)
+    sent_bytes, promised = tables.sent_per_step(run), run.summary.get("card_bytes_per_step")
     if sent_bytes:
-        figures.append(Figure("sent in a step", sent_bytes, _promised(run)))
+        note = f"; its card says {format_bytes(promised)}" if promised else ""
+        figures.append(Figure("sent in a step", sent_bytes, f"by rank 0{note}"))
     return figures
-
-
-def _promised(run: RecordedRun) -> str:
-    promised = run.summary.get("card_bytes_per_step")
-    return f"by rank 0; its card says {format_bytes(promised)}" if promised else "by rank 0"
 
 
 def missing(run: RecordedRun) -> list[str]:
@@ -206,10 +191,10 @@ class RunView:
     timeline: Timeline
     ticks: tuple[Tick, ...]
     lanes: Sequence[int]
-    closely: Closely | None
-    times: Bars | None
-    memory: Bars | None
-    gauges: Table | None
+    closely: bars.Closely | None
+    times: bars.Bars | None
+    memory: bars.Bars | None
+    gauges: tables.Table | None
     findings: tuple[Mapping[str, Any], ...]
     faults: tuple[FaultRow, ...]
     notes: tuple[tuple[str, str], ...]
@@ -324,12 +309,12 @@ def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> Ru
         figures=tuple(_figures(run, timeline)),
         weights=str(run.summary.get("weights_sha256") or ""),
         timeline=timeline,
-        ticks=_ticks(timeline),
-        lanes=lanes_of(run.speakers),
-        closely=closely(run, timeline),
-        times=time_bars(run),
-        memory=memory_bars(run),
-        gauges=gauges(run),
+        ticks=ticks_over(timeline.seconds, "s"),
+        lanes=run.speakers[: bars.MOST_LANES],
+        closely=bars.closely(run, timeline),
+        times=bars.time_bars(run),
+        memory=bars.memory_bars(run),
+        gauges=bars.gauges(run),
         findings=() if watched is None else tuple(findings_of(watched.to_data())),
         faults=_faults(run, timeline),
         notes=_notes(run, timeline, in_words),
@@ -346,11 +331,6 @@ def findings_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         else {**finding, "place": place_of(None)}
         for finding in (*record["findings"], *record.get("notes", ()))
     ]
-
-
-def _ticks(timeline: Timeline) -> tuple[Tick, ...]:
-    places = [t for t in nice_ticks(0, timeline.seconds, 5) if t <= timeline.seconds]
-    return tuple(Tick(_percent(t, timeline), f"{t:g} s" if t else "0") for t in places)
 
 
 def _percent(seconds: float, timeline: Timeline) -> float:
@@ -440,31 +420,12 @@ def page_path(paths: Sequence[Path], out: str | None) -> Path:
     """The path of the page. Raises `RequestError` if a file that is no report is there."""
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     path = Path(out) if out else folder / PAGE if len(paths) == 1 else Path(PAGE)
-    _check(path, "--out")
-    if path.is_file() and MARKER.encode() not in _beginning(path):
-        raise RequestError(
-            asked=f"--out {path}",
-            found="a file that is no report",
-            why="only an earlier report is written over",
-            do="name another file, or remove that one",
-        )
-    return path
+    return _checked(path, "--out", "report", MARKER)
 
 
 def trace_path(name: str | None) -> Path | None:
     """The path of the trace, if any. Raises `RequestError` if a file that is no trace is there."""
-    if name is None:
-        return None
-    path = Path(name)
-    _check(path, "--trace")
-    if path.exists() and b'"traceEvents"' not in _beginning(path):
-        raise RequestError(
-            asked=f"--trace {path}",
-            found="a file that is no trace",
-            why="only an earlier trace is written over",
-            do="name another file, or remove that one",
-        )
-    return path
+    return None if name is None else _checked(Path(name), "--trace", "trace", '"traceEvents"')
 
 
 def write_file(path: Path, text: str, option: str) -> None:
@@ -480,8 +441,8 @@ def write_file(path: Path, text: str, option: str) -> None:
         ) from None
 
 
-def _check(path: Path, option: str) -> None:
-    """Raise `RequestError` unless `path` can be a file: it is no folder, and its parent is one."""
+def _checked(path: Path, option: str, kind: str, mark: str) -> Path:
+    """The path, in whose folder there is no such file, or an earlier one with `mark` in it."""
     if path.is_dir() or not path.parent.is_dir():
         raise RequestError(
             asked=f"{option} {path}",
@@ -489,6 +450,14 @@ def _check(path: Path, option: str) -> None:
             why="a file is written there",
             do="name a file in a folder that is there",
         )
+    if path.exists() and mark.encode() not in _beginning(path):
+        raise RequestError(
+            asked=f"{option} {path}",
+            found=f"a file that is no {kind}",
+            why=f"only an earlier {kind} is written over",
+            do="name another file, or remove that one",
+        )
+    return path
 
 
 def _beginning(path: Path) -> bytes:
@@ -533,5 +502,5 @@ def run_to_data(run: RecordedRun) -> dict[str, Any]:
         "spans": [dataclasses.asdict(span) for span in timeline.spans],
         "computed_again": tables.computed_again(run.path, run.events, run.summary).rows,
         "seconds_per_step": {str(rank): seconds for rank, seconds in mean.items()},
-        **bars_to_data(run),
+        **bars.bars_to_data(run),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 from allranks.tools.report.numbers import (
     Series,
@@ -234,7 +234,8 @@ def is_drawn(y: float) -> bool:
 
 def _scale_of(lines: Iterable[PlotLine], from_zero: bool, x_is_log: bool) -> Scale:
     xs = [x for line in lines for x in line.series.xs] or [0.0, 1.0]
-    ys = [y for line in lines for y in (*line.series.ys, *_flat(line.ranges)) if is_drawn(y)]
+    bounds = chain.from_iterable(chain.from_iterable(line.ranges for line in lines))
+    ys = [y for y in chain(*(line.series.ys for line in lines), bounds) if is_drawn(y)]
     ys = ys or [0.0, 1.0]
     first, last = min(xs), max(xs)
     if first == last:
@@ -248,10 +249,6 @@ def _scale_of(lines: Iterable[PlotLine], from_zero: bool, x_is_log: bool) -> Sca
     room = MARGIN * (high - low) or abs(high) * MARGIN or 0.5
     below = low if from_zero and low == 0 else low - room
     return Scale((first, last), (below, high + room), False, x_is_log)
-
-
-def _flat(ranges: Sequence[tuple[float, float]]) -> Iterable[float]:
-    return (bound for low_and_high in ranges for bound in low_and_high)
 
 
 def _path(line: PlotLine, scale: Scale) -> Path:
@@ -293,6 +290,12 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [float(f"{n * step:.10g}") for n in range(first, last + 1)]
+
+
+def ticks_over(length: float, unit: str) -> tuple[Tick, ...]:
+    """About five places from 0 to `length`, which is the whole width."""
+    places = [x for x in nice_ticks(0, length, 5) if x <= length]
+    return tuple(Tick(round(100 * x / length, 3), f"{x:g} {unit}" if x else "0") for x in places)
 
 
 def log_ticks(low: float, high: float) -> Sequence[float]:

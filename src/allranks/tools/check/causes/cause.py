@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from allranks.strategies.mesh import REPLICATE, SHARD, Mesh
-from allranks.tools.check.compare import Difference, RecordedTrace, Tolerance
+from allranks.tools.check.compare import Difference, RecordedTrace, Tolerance, of_stage
 from allranks.tools.check.sizes import (
     Array,
     norm,
@@ -109,20 +109,15 @@ def read_parts(trace: Path, step: int) -> BatchParts | None:
     tensors = load_file(path.with_suffix(".safetensors"))
     each = []
     for number, row in enumerate(record["parts"]):
-        part_tensors = {n: t for key, t in tensors.items() if (n := _below(key, f"{number}/"))}
         known = {name: row[name] for name in ShardPart.__dataclass_fields__ if name in row}
-        each.append(ShardPart(**known, tensors=part_tensors))
+        each.append(ShardPart(**known, tensors=of_stage(tensors, str(number))))
     uses: dict[str, list[Array]] = {}
-    for key in sorted(tensors):
-        if (use := _below(key, "if/")) and (name := use.partition("/gradient/")[2]):
-            uses.setdefault(name, []).append(tensors[key])
+    for use, gradient in sorted(of_stage(tensors, "if").items()):
+        if name := use.partition("/gradient/")[2]:
+            uses.setdefault(name, []).append(gradient)
     by_use = {name: tuple(gradients) for name, gradients in uses.items()}
-    added = {n: t for key, t in tensors.items() if (n := _below(key, "regularizer/gradient/"))}
+    added = of_stage(tensors, "regularizer/gradient")
     return BatchParts(tuple(each), added, record["if"], by_use)
-
-
-def _below(key: str, prefix: str) -> str:
-    return key.removeprefix(prefix) if key.startswith(prefix) else ""
 
 
 @dataclass(frozen=True)
@@ -164,13 +159,13 @@ class Evidence:
 
     def wanted(self, stage: str, step: int | None = None) -> dict[str, Array]:
         """The tensors of a stage in one process, of the step that differs or another one."""
-        return _of(self.right.tensors(self.step if step is None else step), stage)
+        return of_stage(self.right.tensors(self.step if step is None else step), stage)
 
     def actual(self, stage: str, rank: int = 0) -> dict[str, Array]:
         """Those of a rank of the job."""
         if rank >= len(self.tensors_of_ranks):
             return {}
-        return _of(self.tensors_of_ranks[rank], stage)
+        return of_stage(self.tensors_of_ranks[rank], stage)
 
     def before(self, stage: str) -> dict[str, Array]:
         """The tensors of a stage as the step began with them, equal in both."""
@@ -194,7 +189,7 @@ class Evidence:
     @cached_property
     def scales(self) -> dict[str, float]:
         """The scale by which each tensor's difference is divided."""
-        start = {} if self.step == START else _of(self.right.start, self.stage)
+        start = {} if self.step == START else of_stage(self.right.start, self.stage)
         how = self.tolerance.small, self.tolerance.floor
         return usual_sizes(self.stage, self.wanted(self.stage), start, *how)
 
@@ -284,10 +279,6 @@ class Evidence:
     def regularizer_gradient(self, name: str) -> Array | float:
         """What the regularizer adds to the mean of the parts' gradients."""
         return 0.0 if self.parts is None else self.parts.regularizer.get(name, 0.0)
-
-
-def _of(tensors: Tensors, stage: str) -> dict[str, Array]:
-    return {n: t for key, t in tensors.items() if (n := _below(key, f"{stage}/"))}
 
 
 NUMBER = ""

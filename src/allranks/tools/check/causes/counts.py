@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -97,10 +98,8 @@ def labels_cut(evidence: Evidence) -> Iterator[Account]:
             lost += float(losses[:, ends].sum())
             labels += float(weights.sum() - weights[:, ends].sum())
         total = sum(part.loss for part in parts.each)
-        says = (
-            f"labels are shifted after the sequence was cut over {size} ranks along {axis!r}: the "
-        )
-        says += "last position of each part has no label"
+        says = f"labels are shifted after the sequence was cut over {size} ranks along {axis!r}: "
+        says += "the last position of each part has no label"
         if evidence.stage == SAMPLE_WEIGHT:
             number = float(evidence.row()["weight"]) - labels + parts.weight
         else:
@@ -161,48 +160,41 @@ def samples_together(evidence: Evidence) -> Iterator[Account]:
     yield Account(says, {n: ours[n] - alone[n] + wanted[n] for n in names})
 
 
-@CAUSES.row(
-    "one random stream",
-    "loss",
-    do="seed what is drawn by the samples or the rank, not alike on every rank",
-)
-def one_stream(evidence: Evidence) -> Iterator[Account]:
-    """Every rank draws the numbers that the first one draws."""
-    yield from _otherwise(
-        evidence, "one stream", "every rank draws the random numbers that rank 0 draws for its own"
-    )
-
-
-@CAUSES.row(
-    "bias of each rank", "loss", do="add the bias after the sum over the ranks, or on one of them"
-)
-def bias_of_each(evidence: Evidence) -> Iterator[Account]:
-    """Every rank adds a bias that is added once in one process."""
-    yield from _otherwise(
-        evidence, "biases", "every rank adds the whole bias of a layer before outputs are summed"
-    )
-
-
-@CAUSES.row(
-    "micro-batch mixed up", "loss", do="keep what each micro-batch sends apart, by its number"
-)
-def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
-    """The last micro-batch has the activations of the one before."""
-    words = "the last micro-batch goes through later layers with what came of the one before"
-    yield from _otherwise(evidence, "stale micro-batch", words)
-    yield from _otherwise(evidence, "stale, with its draws", words)
-
-
-def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:
+def _otherwise(evidence: Evidence, says: str, faults: Sequence[str]) -> Iterator[Account]:
+    """The loss is that of the batch with a fault, which one process has computed."""
     parts = evidence.usable
-    if parts is None or name not in parts.otherwise:
+    if parts is None:
         return
     right = sum(part.loss for part in parts.each)
-    faulty = parts.otherwise[name]
-    if abs(faulty - right) <= 1e-12 * abs(right):
-        return  # nothing would differ
-    number = float(evidence.row()["loss"]) - faulty / parts.weight + right / parts.weight
-    yield Account(says, {NUMBER: number})
+    for fault in faults:
+        faulty = parts.otherwise.get(fault, right)
+        if abs(faulty - right) > 1e-12 * abs(right):
+            number = float(evidence.row()["loss"]) - faulty / parts.weight + right / parts.weight
+            yield Account(says, {NUMBER: number})
+
+
+for name, do, says, *faults in (
+    (
+        "one random stream",
+        "seed what is drawn by the samples or the rank, not alike on every rank",
+        "every rank draws the random numbers that rank 0 draws for its own",
+        "one stream",
+    ),
+    (
+        "bias of each rank",
+        "add the bias after the sum over the ranks, or on one of them",
+        "every rank adds the whole bias of a layer before outputs are summed",
+        "biases",
+    ),
+    (
+        "micro-batch mixed up",
+        "keep what each micro-batch sends apart, by its number",
+        "the last micro-batch goes through later layers with what came of the one before",
+        "stale micro-batch",
+        "stale, with its draws",
+    ),
+):
+    CAUSES.row(name, "loss", do=do)(partial(_otherwise, says=says, faults=faults))
 
 
 # --- norm ----------------------------------------------------------------------------------------
@@ -248,19 +240,14 @@ def whole_by_each(evidence: Evidence) -> Iterator[Account]:
     each = _squares(evidence)
     if len(each) != evidence.ranks or evidence.ranks < 2:
         return
-    total = _squares_of_one(evidence)
+    total = float(evidence.wanted_row["grad_norm"]) ** 2
     whole = max(squares for _, squares in each)
     for axis, size in [*evidence.axes.items(), ("all", evidence.ranks)]:
-        says = (
-            f"weights that all {size} ranks along {axis!r} hold whole are counted by each of them"
-        )
-        yield _of_length(evidence, says, total + (size - 1) * whole, evidence.mesh.group(0, axis))
-        says = f"what all {size} ranks along {axis!r} hold is counted by each of them"
-        yield _of_length(evidence, says, size * total, evidence.mesh.group(0, axis))
-
-
-def _squares_of_one(evidence: Evidence) -> float:
-    return float(evidence.wanted_row["grad_norm"]) ** 2
+        ranks, group = f"all {size} ranks along {axis!r}", evidence.mesh.group(0, axis)
+        says = f"weights that {ranks} hold whole are counted by each of them"
+        yield _of_length(evidence, says, total + (size - 1) * whole, group)
+        says = f"what {ranks} hold is counted by each of them"
+        yield _of_length(evidence, says, size * total, group)
 
 
 def _of_length(evidence: Evidence, says: str, squares: float, ranks: tuple[int, ...]) -> Account:

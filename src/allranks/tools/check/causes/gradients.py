@@ -170,11 +170,8 @@ def summed(evidence: Evidence) -> Iterator[Account]:
     """All gradients times the ranks along an axis, or one over them."""
     for words, count in _counts_of_ranks(evidence) if _are_all(evidence) else ():
         times = f"gradients are the sum over {words} where their mean is wanted, or summed twice"
-        yield from _divided(
-            evidence,
-            (count, times),
-            (1 / count, f"gradients are divided once too often by {words}"),
-        )
+        over = f"gradients are divided once too often by {words}"
+        yield from _divided(evidence, (count, times), (1 / count, over))
 
 
 @CAUSES.row(
@@ -186,14 +183,9 @@ def by_micro_batches(evidence: Evidence) -> Iterator[Account]:
     """All gradients times the micro-batches of a rank, or one over them."""
     count = _micro_batches(evidence)
     if count > 1 and _are_all(evidence):
-        yield from _divided(
-            evidence,
-            (
-                count,
-                f"gradients of the {count} micro-batches are summed, and the sum is not divided",
-            ),
-            (1 / count, f"gradients are divided once too often by the {count} micro-batches"),
-        )
+        times = f"gradients of the {count} micro-batches are summed, and the sum is not divided"
+        over = f"gradients are divided once too often by the {count} micro-batches"
+        yield from _divided(evidence, (count, times), (1 / count, over))
 
 
 @CAUSES.row(
@@ -226,11 +218,7 @@ def some_times_ranks(evidence: Evidence) -> Iterator[Account]:
     for words, count in () if _are_all(evidence) else _counts_of_ranks(evidence):
         times = f"the gradients of {them} are times {words}: they hold every rank's part already"
         over = f"the gradients of {them} are divided by {words}, which all have the whole of it"
-        yield from _divided(
-            evidence,
-            (count, times),
-            (1 / count, over),
-        )
+        yield from _divided(evidence, (count, times), (1 / count, over))
 
 
 @CAUSES.row(
@@ -242,11 +230,9 @@ def some_times_micro_batches(evidence: Evidence) -> Iterator[Account]:
     """Some gradients times the micro-batches, or one over them: the others are right."""
     count, them = _micro_batches(evidence), _names_in_words(evidence)
     if count > 1 and not _are_all(evidence):
-        yield from _divided(
-            evidence,
-            (count, f"the gradients of {them} are the undivided sum of {count} micro-batches"),
-            (1 / count, f"the gradients of {them} are divided again by the {count} micro-batches"),
-        )
+        times = f"the gradients of {them} are the undivided sum of {count} micro-batches"
+        over = f"the gradients of {them} are divided again by the {count} micro-batches"
+        yield from _divided(evidence, (count, times), (1 / count, over))
 
 
 def _divided(evidence: Evidence, *ways: tuple[float, str]) -> Iterator[Account]:
@@ -352,10 +338,8 @@ def of_a_rank(evidence: Evidence) -> Iterator[Account]:
     if parts is None or len(parts.by_rank) < 2 or _unequal_across_ranks(evidence):
         return
     for rank, weight in counted(parts.by_rank, "weight").items():
-        lost, only = (
-            f"what rank {rank} brings in is lost",
-            f"only what rank {rank} brings in is there",
-        )
+        lost = f"what rank {rank} brings in is lost"
+        only = f"only what rank {rank} brings in is there"
         ways = [
             (False, lost, parts.weight),
             (False, f"{lost}, and the mean is over the others", parts.weight - weight),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -88,12 +88,6 @@ def _steps(evidence: Evidence) -> tuple[dict[str, Array], dict[str, Array], dict
     )
 
 
-def _ratio(a: Mapping[str, Array], b: Mapping[str, Array]) -> float | None:
-    dot = sum(float((a[n] * b[n]).sum()) for n in a)
-    square = sum(float((b[n] * b[n]).sum()) for n in a)
-    return dot / square if square else None
-
-
 @CAUSES.row(
     "update not sent",
     "weight",
@@ -125,9 +119,8 @@ def not_sent(evidence: Evidence) -> Iterator[Account]:
 def lost(evidence: Evidence) -> Iterator[Account]:
     """The weight is as it was before the step."""
     if any(name in evidence.wanted("gradient") for name in evidence.differing):
-        yield from _unchanged(
-            evidence, "weights are not updated at all, and stay as they were before the step"
-        )
+        words = "weights are not updated at all, and stay as they were before the step"
+        yield from _unchanged(evidence, words)
 
 
 @CAUSES.row(
@@ -138,11 +131,8 @@ def lost(evidence: Evidence) -> Iterator[Account]:
 def not_written(evidence: Evidence) -> Iterator[Account]:
     """A weight without a gradient, which forward or loss should write, is unchanged."""
     if not any(name in evidence.wanted("gradient") for name in evidence.differing):
-        yield from _unchanged(
-            evidence,
-            "weights without a gradient are written in one process, in forward or loss, and "
-            "stay as they were here",
-        )
+        words = "weights without a gradient are written in one process, in forward or loss, and "
+        yield from _unchanged(evidence, f"{words}stay as they were here")
 
 
 def _unchanged(evidence: Evidence, says: str) -> Iterator[Account]:
@@ -161,12 +151,10 @@ def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
         return
     factor = 1 - rate * decay
     for axis, size in evidence.axes.items():
+        often = f"{size} times, once for each of {evidence.words_of(axis)}"
         for more in (factor**size - factor, -(size - 1) * rate * decay):
             repaired = {n: before[n] + ours[n] - more * before[n] for n in before}
-            says = (
-                f"weight decay is applied {size} times, once for each of {evidence.words_of(axis)}"
-            )
-            yield Account(says, repaired, float(size))
+            yield Account(f"weight decay is applied {often}", repaired, float(size))
 
 
 @CAUSES.row(
@@ -220,12 +208,11 @@ def times_ranks(evidence: Evidence) -> Iterator[Account]:
 def _times_an_axis(evidence: Evidence) -> Iterator[tuple[str, float, dict[str, Array]]]:
     """Axes by whose size the whole step is too large or too small; with the repaired weights."""
     before, ours, wanted = _steps(evidence)
-    ratio = _ratio(ours, wanted) if before else None
-    if ratio is None:
-        return
-    for axis, size in evidence.axes.items():
+    dot = sum(float((ours[n] * wanted[n]).sum()) for n in before)
+    square = sum(float((wanted[n] * wanted[n]).sum()) for n in before)
+    for axis, size in evidence.axes.items() if square else ():
         for factor in (float(size), 1 / size):
-            if abs(ratio / factor - 1) < 1e-3:
+            if abs(dot / square / factor - 1) < 1e-3:
                 yield axis, factor, {n: before[n] + ours[n] / factor for n in before}
 
 

@@ -45,24 +45,16 @@ class ScriptCollectives:
         """Wrap them; `ended` is called before a group is destroyed."""
         dist, guarded = self.torch.distributed, self.facts.guarded
         count, note, reduced = guarded(self._count), guarded(self._note), guarded(self._reduced)
-        joined = guarded(self._joined)
 
-        def with_values(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-                before = note(original.__name__, tensor)
-                result = original(tensor, *args, **kwargs)
-                if before is not None and result is None:
-                    reduced(original.__name__, tensor, before, args, kwargs)
-                return result
-
-            return inner
+        def with_values(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            before = note(original.__name__, tensor)
+            result = original(tensor, *args, **kwargs)
+            if before is not None and result is None:
+                reduced(original.__name__, tensor, before, args, kwargs)
+            return result
 
         def note_all(name: str, *args: Any, **kwargs: Any) -> None:
             note(name, [*args, *kwargs.values()])
-
-        def joining(*args: Any, **kwargs: Any) -> None:
-            self.facts.enable()
-            joined()
 
         for name in _there(dist, *REDUCING, *GATHERING, *OTHERS, *SPREADING, *SCATTERING):
             at = list(inspect.signature(getattr(dist, name)).parameters).index("group")
@@ -72,14 +64,15 @@ class ScriptCollectives:
         for name in _there(dist, *GATHERING, *OTHERS, *TO_ONE):
             note_before(dist, name, partial(note_all, name))
         originals = {name: getattr(dist, name) for name in OF_GROUPS}
-        note_after(dist, "init_process_group", joining)
+        note_after(dist, "init_process_group", lambda *args, **kwargs: self.facts.enable())
+        note_after(dist, "init_process_group", guarded(self._joined))
         note_before(dist, "destroy_process_group", lambda *args, **kwargs: ended())
         home = sys.modules.get("torch.distributed.distributed_c10d")  # torch exports them from here
         for name, original in originals.items():
             if getattr(home, name, None) is original:
                 setattr(home, name, getattr(dist, name))
 
-    def _joined(self) -> None:
+    def _joined(self, *args: Any, **kwargs: Any) -> None:
         dist = self.torch.distributed
         self.facts.write("world", rank=dist.get_rank(), size=dist.get_world_size())
         self.progress.collectives += 1
@@ -201,26 +194,19 @@ class MeanLosses:
         torch = self.torch
         note_before(torch.autograd, "backward", self.facts.guarded(self._backward))
 
-        def taking(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-            def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
-                def inner(*args: Any, **kwargs: Any) -> Any:
-                    result = original(*args, **kwargs)
-                    if not torch.compiler.is_compiling():
-                        if not torch.is_grad_enabled():
-                            note(name, result, args, kwargs)
-                        elif name in BY_CLASS and len(self._trained) < MOST_TRAINED:
-                            train(result, *args, **kwargs)
-                    return result
+        def taking(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                if not torch.is_grad_enabled():
+                    note(name, result, args, kwargs)
+                elif name in BY_CLASS and len(self._trained) < MOST_TRAINED:
+                    train(result, *args, **kwargs)
+            return result
 
-                # TorchScript calls this, and compiles the function that it returns
-                inner.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
-                return inner
-
-            return decorator
-
-        for name in NAMES:
-            if hasattr(torch.nn.functional, name):
-                wrap(torch.nn.functional, name, taking(name))
+        for name in _there(torch.nn.functional, *NAMES):
+            inner = wrap(torch.nn.functional, name, partial(taking, name))
+            # TorchScript calls this, and compiles the function that it returns
+            inner.__prepare_scriptable__ = lambda original=inner.__wrapped__: original
 
     def _note(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         batch = self.progress.batch

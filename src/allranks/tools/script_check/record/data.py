@@ -86,18 +86,15 @@ class Loaders:
         drawn, receive = guarded(self._before), guarded(self._receive)
         ended = guarded(self._ended)
 
-        def following(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(self: Any) -> Any:
-                before = drawn(self)
-                try:
-                    batch = original(self)
-                except StopIteration:
-                    ended(self)
-                    raise
-                receive(self, batch, before)
-                return batch
-
-            return inner
+        def following(original: Callable[[Any], Any], iterator: Any) -> Any:
+            before = drawn(iterator)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                ended(iterator)
+                raise
+            receive(iterator, batch, before)
+            return batch
 
         wrap(iterator, "__next__", following)
 
@@ -251,18 +248,15 @@ class Workers:
         """Wrap the fetcher, which reads the samples of a batch."""
         info = self.torch.utils.data.get_worker_info
 
-        def fetching(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(fetcher: Any, index: Any) -> Any:
-                worker, begun = info(), self.progress.begun
-                is_early = begun is not None and begun[1] < MOST_WORKER_PASSES
-                if worker is None or not is_early or self._fetched >= MOST_FETCHED:
-                    return original(fetcher, index)
-                before = random_states(self.torch)
-                batch = original(fetcher, index)
-                self._write_draws(worker.id, before)
-                return batch
-
-            return inner
+        def fetching(original: Callable[[Any, Any], Any], fetcher: Any, index: Any) -> Any:
+            worker, begun = info(), self.progress.begun
+            is_early = begun is not None and begun[1] < MOST_WORKER_PASSES
+            if worker is None or not is_early or self._fetched >= MOST_FETCHED:
+                return original(fetcher, index)
+            before = random_states(self.torch)
+            batch = original(fetcher, index)
+            self._write_draws(worker.id, before)
+            return batch
 
         fetcher = self.torch.utils.data._utils.fetch._MapDatasetFetcher
         wrap(fetcher, "fetch", fetching)

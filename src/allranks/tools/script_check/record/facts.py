@@ -110,37 +110,40 @@ class ScriptFacts:
         return BELOW if is_standard else USER
 
 
-def wrap(holder: Any, name: str, decorator: Callable[..., Callable[..., Any]]) -> None:
-    """Replace `holder.name` with `decorator(holder.name)`, under its name and docstring."""
+def wrap(holder: Any, name: str, call: Callable[..., Any]) -> Any:
+    """Let `call(original, …)` run in the place of `holder.name`, under its name and docstring.
+
+    Returns what is there now.
+    """
     original = getattr(holder, name)
-    setattr(holder, name, functools.wraps(original)(decorator(original)))
+
+    @functools.wraps(original)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(holder, name, inner)
+    return inner
 
 
 def note_before(holder: Any, name: str, note: Callable[..., Any]) -> None:
     """Call `note` with the arguments of `holder.name` before each call of it."""
 
-    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            note(*args, **kwargs)
-            return original(*args, **kwargs)
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
 
-        return inner
-
-    wrap(holder, name, decorator)
+    wrap(holder, name, call)
 
 
 def note_after(holder: Any, name: str, note: Callable[..., Any]) -> None:
     """Call `note` with the result of `holder.name` and its arguments after each call of it."""
 
-    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            note(result, *args, **kwargs)
-            return result
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        note(result, *args, **kwargs)
+        return result
 
-        return inner
-
-    wrap(holder, name, decorator)
+    wrap(holder, name, call)
 
 
 # --- numbers -------------------------------------------------------------------------------------

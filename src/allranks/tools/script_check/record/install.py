@@ -16,7 +16,7 @@ from zlib import crc32
 
 from allranks.tools.script_check.record.collectives import MeanLosses, ScriptCollectives
 from allranks.tools.script_check.record.data import Loaders, Workers
-from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, note_before, wrap
+from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, note_before
 from allranks.tools.script_check.record.stepping import Replicas, Schedules, Stepping
 from allranks.tools.script_check.record.steps import (
     OPERATORS_AT,
@@ -65,7 +65,7 @@ class FileFacts:
                 locked()
 
         note_before(self.torch, "save", self.facts.guarded(self._saved))
-        wrap(self.torch.serialization, "save", lambda original: self.torch.save)
+        self.torch.serialization.save = self.torch.save
         note_before(builtins, "print", self.facts.guarded(self._printed))
         sys.addaudithook(audit_hook)
 
@@ -141,10 +141,8 @@ def install(torch: Any, folder: str) -> None:
         facts.guarded(operators.install)()
         return
     schedules = Schedules(torch, facts, stepping)
-    collectives, losses = (
-        ScriptCollectives(torch, facts, progress),
-        MeanLosses(torch, facts, progress),
-    )
+    collectives = ScriptCollectives(torch, facts, progress)
+    losses = MeanLosses(torch, facts, progress)
     place = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "group_rank")}
     facts.write("process", **place, torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)

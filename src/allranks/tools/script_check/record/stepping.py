@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -71,20 +72,18 @@ class Stepping:
             note_before(scaler, "step", self.facts.guarded(self._step_scaled))
             module = sys.modules["torch.nn.utils.clip_grad"]
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                wrap(module, name, self._clipping)
-                setattr(self.torch.nn.utils, name, getattr(module, name))
+                clipping = partial(self._clipping, self.facts.guarded(self._clip))
+                setattr(self.torch.nn.utils, name, wrap(module, name, clipping))
 
-    def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        clip = self.facts.guarded(self._clip)
-
-        def inner(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            is_one = isinstance(parameters, self.torch.Tensor)
-            parameters = [parameters] if is_one else list(parameters)  # it may be a generator
-            norm = original(parameters, *args, **kwargs)
-            clip(parameters, norm, *args, **kwargs)
-            return norm
-
-        return inner
+    def _clipping(
+        self, note: Any, original: Any, parameters: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function that clips, and note what it did."""
+        is_one = isinstance(parameters, self.torch.Tensor)
+        parameters = [parameters] if is_one else list(parameters)  # it may be a generator
+        norm = original(parameters, *args, **kwargs)
+        note(parameters, norm, *args, **kwargs)
+        return norm
 
     def _clip(self, parameters: list[Any], norm: Any, *args: Any, **kwargs: Any) -> None:
         """Note scaled gradients that a limit has changed, unless the limit is scaled, too."""
@@ -253,30 +252,23 @@ class Schedules:
 
     def install(self) -> None:
         """Wrap `step` and `__init__` of each class; nested calls are the class's own."""
-        module = self.torch.optim.lr_scheduler
+        module, note = self.torch.optim.lr_scheduler, self.facts.guarded(self._note)
+
+        def counted(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if original.__name__ == "step" and self._depth == 0:
+                note(scheduler, args, kwargs)
+            self._depth += 1
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
         for name, kind in inspect.getmembers(module, inspect.isclass):
             if not issubclass(kind, module.LRScheduler) or kind.__module__ != module.__name__:
                 continue
             for method in ("step", "__init__"):
                 if method in vars(kind) and not name.startswith("_"):
-                    wrap(kind, method, self._counted(method == "step"))
-
-    def _counted(self, is_step: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        note = self.facts.guarded(self._note)
-
-        def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                if is_step and self._depth == 0:
-                    note(scheduler, args, kwargs)
-                self._depth += 1
-                try:
-                    return original(scheduler, *args, **kwargs)
-                finally:
-                    self._depth -= 1
-
-            return inner
-
-        return decorator
+                    wrap(kind, method, counted)
 
     def _note(self, scheduler: Any, args: Any, kwargs: Any) -> None:
         name = type(scheduler).__name__
@@ -356,15 +348,12 @@ class Replicas:
         ddp = self.torch.nn.parallel.DistributedDataParallel
         forward, drawn = self.facts.guarded(self._forward), self.facts.guarded(self._drawn)
 
-        def running(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-                before = forward(self, (args, kwargs))
-                result = original(self, *args, **kwargs)
-                if before:
-                    drawn(self, before)
-                return result
-
-            return inner
+        def running(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+            before = forward(module, (args, kwargs))
+            result = original(module, *args, **kwargs)
+            if before:
+                drawn(module, before)
+            return result
 
         note_after(ddp, "__init__", self.facts.guarded(self._created))
         wrap(ddp, "forward", running)
@@ -427,9 +416,8 @@ class Replicas:
         FSDP2 counts only with a mesh of one axis: others may belong to another parallelism.
         """
         module = sys.modules.get("torch.distributed.fsdp")
-        first, second = (
-            getattr(module, name, None) for name in ("FullyShardedDataParallel", "FSDPModule")
-        )
+        first = getattr(module, "FullyShardedDataParallel", None)
+        second = getattr(module, "FSDPModule", None)
         engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
         reducing = [thing.process_group for thing in instances_of(first)] if first else []
         reducing += [e.data_parallel_group for e in instances_of(engine)] if engine else []

@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -263,19 +263,16 @@ class StepOperators:
 
     def install(self) -> None:
         """Wrap calls of modules: a hook of a module is too late to record its own call."""
-        wrap(self.torch.nn.Module, "__call__", self._calling)
-
-    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         start, torch = self.facts.guarded(self._start), self.torch
 
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
             if self._left == 1 and module.training and torch.is_grad_enabled():
                 self._left = 0
                 start(module)
                 return torch.nn.Module.__call__(module, *args, **kwargs)
             return original(module, *args, **kwargs)
 
-        return call
+        wrap(torch.nn.Module, "__call__", call)
 
     def _start(self, module: Any) -> None:
         recorder = importlib.import_module("allranks.torch.witness.operators")

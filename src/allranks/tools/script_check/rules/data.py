@@ -504,8 +504,8 @@ def means_of_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A share, such as accuracy, that each rank computes of its samples, averaged over ranks."""
     for loader, _ in loaders_of(ranks) if len(ranks) > 1 else ():
         for number in sorted({row["number"] for row in passes_of(ranks[0], loader)}):
-            rows = [[p for p in passes_of(r, loader) if p["number"] == number] for r in ranks]
-            passes = [row[0] for row in rows if row and row[0]["ended"] and not row[0]["grad"]]
+            rows = [_numbered(rank, loader, number) for rank in ranks]
+            passes = [row for row in rows if row and row["ended"] and not row["grad"]]
             counts = [int(row["samples"]) for row in passes]
             if len(passes) < len(ranks) or len(set(counts)) == 1:
                 continue

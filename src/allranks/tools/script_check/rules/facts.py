@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.job.run_folder import read_rows
 from allranks.launcher.scripts.on_path import path_with_hooks
 from allranks.launcher.scripts.plan import WATCHED_IN, CommandRequest
 from allranks.tools.script_check.record.steps import OPERATORS_AT, STEPS_IN
@@ -47,7 +47,7 @@ def read_ranks(folder: Path) -> tuple[Rank, ...]:
 
     Numbers are those of the process group. If no process created one, they are the launcher's.
     """
-    read = ((path, read_facts(path.read_text())) for path in sorted(folder.glob("*.jsonl")))
+    read = ((path, tuple(read_rows(path))) for path in sorted(folder.glob("*.jsonl")))
     processes = [(*facts, *_of_workers(path)) for path, facts in read if facts]
     grouped = any(_rank_in_group(facts) is not None for facts in processes)
     by_rank: dict[int, tuple[Fact, ...]] = {}
@@ -58,23 +58,10 @@ def read_ranks(folder: Path) -> tuple[Rank, ...]:
     return tuple(Rank(rank, facts) for rank, facts in sorted(by_rank.items()))
 
 
-def read_facts(text: str) -> tuple[Fact, ...]:
-    """The facts of one process; an incomplete last line is skipped."""
-
-    def lines() -> Iterator[Fact]:
-        for line in text.splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-    return tuple(lines())
-
-
 def _of_workers(path: Path) -> list[Fact]:
     """The facts of the loader workers of this process."""
     files = sorted((path.parent / WORKERS).glob(f"{path.stem}-*.jsonl"))
-    return [fact for file in files for fact in read_facts(file.read_text())]
+    return [fact for file in files for fact in read_rows(file)]
 
 
 def _rank_in_group(facts: Iterable[Fact]) -> int | None:

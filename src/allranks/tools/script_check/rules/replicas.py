@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A DDP whose parameters, or buffers that it does not broadcast, differ between ranks."""
     for number, members in groups_of_replicas(ranks):
         fact = members[0].by_id("replica")[number]
-        if any(number in rank.by_id("hooked") for rank in members) or _averages(members):
+        if any(number in rank.by_id("hooked") for rank in members) or _sends(members, "large"):
             continue
         for kind in ("parameters", "buffers"):
             step, names = _first_difference(members, "replica", number, kind)
@@ -121,7 +121,7 @@ def equal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Parameters that an optimizer trains, no DDP holds, and that differ between ranks."""
-    if len(ranks) < 2 or _averages(list(ranks)) or any(_total(ranks, "to_one")):
+    if len(ranks) < 2 or _sends(ranks, "large") or _sends(ranks, "to_one"):
         return
     for number, fact in ranks[0].by_id("optimizer").items():
         step, names = _first_difference(list(ranks), "loose", number, "parameters")
@@ -199,21 +199,17 @@ def _equal_stream(
     )
 
 
+def _facts_of(rank: Rank, kind: str, of: str, number: int) -> list[Fact]:
+    return [fact for fact in rank.all(kind) if fact["of"] == of and fact["id"] == number]
+
+
 def _draws(rank: Rank, of: str, number: int) -> dict[int, Fact]:
-    return {
-        fact["number"]: fact
-        for fact in rank.all("draws")
-        if fact["of"] == of and fact["id"] == number
-    }
+    return {fact["number"]: fact for fact in _facts_of(rank, "draws", of, number)}
 
 
 def _digests(rank: Rank, of: str, number: int) -> dict[int, Fact]:
     """Digests by step, those of the end last."""
-    digests = {
-        fact["step"]: fact
-        for fact in rank.all("digest")
-        if fact["of"] == of and fact["id"] == number
-    }
+    digests = {fact["step"]: fact for fact in _facts_of(rank, "digest", of, number)}
     return dict(sorted(digests.items(), key=lambda item: (item[0] == END, item[0])))
 
 
@@ -239,13 +235,9 @@ def _differing(rows: list[Fact | None], kind: str) -> list[str]:
     return [name for name in names if len({row[name] for row in known}) > 1]
 
 
-def _averages(ranks: list[Rank]) -> bool:
-    """Whether the script reduces large tensors itself, and so may keep replicas equal."""
-    return any(rank.last("collectives", "large", 0) for rank in ranks)
-
-
-def _total(ranks: tuple[Rank, ...], name: str) -> list[int]:
-    return [rank.last("collectives", name, 0) for rank in ranks]
+def _sends(ranks: Sequence[Rank], name: str) -> bool:
+    """Whether the script itself sends large tensors, which may keep replicas equal, or to one."""
+    return any(rank.last("collectives", name, 0) for rank in ranks)
 
 
 def _when(step: int) -> str:

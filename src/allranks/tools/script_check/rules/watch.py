@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.tools.script_check.rules.data import (
-    means_of_batch_means,
-    means_of_ranks,
-    means_of_unequal_targets,
-    orders_that_never_change,
-    padded_evaluations,
-    samplers_of_other_ranks,
-    samples_of_several_ranks,
-    split_by_each_rank,
-    unequal_batches,
-)
+from allranks.tools.script_check.rules import data, replicas
 from allranks.tools.script_check.rules.facts import (
     APART,
     COST,
@@ -36,15 +26,6 @@ from allranks.tools.script_check.rules.facts import (
     line_of,
     place_of,
     read_ranks,
-)
-from allranks.tools.script_check.rules.replicas import (
-    equal_batches,
-    equal_draws_of_workers,
-    equal_random_streams,
-    parameters_outside,
-    ranks_that_step_unequally,
-    replicas_that_drift,
-    weights_that_begin_unequal,
 )
 
 # --- files ---------------------------------------------------------------------------------------
@@ -297,22 +278,22 @@ def _scaled(ranks: tuple[Rank, ...]) -> bool:
 
 
 LOOKED_FOR = (
-    orders_that_never_change,
-    samples_of_several_ranks,
-    samplers_of_other_ranks,
-    padded_evaluations,
-    split_by_each_rank,
-    equal_batches,
-    unequal_batches,
-    means_of_unequal_targets,
-    means_of_batch_means,
-    means_of_ranks,
-    ranks_that_step_unequally,
-    replicas_that_drift,
-    parameters_outside,
-    weights_that_begin_unequal,
-    equal_random_streams,
-    equal_draws_of_workers,
+    data.orders_that_never_change,
+    data.samples_of_several_ranks,
+    data.samplers_of_other_ranks,
+    data.padded_evaluations,
+    data.split_by_each_rank,
+    replicas.equal_batches,
+    data.unequal_batches,
+    data.means_of_unequal_targets,
+    data.means_of_batch_means,
+    data.means_of_ranks,
+    replicas.ranks_that_step_unequally,
+    replicas.replicas_that_drift,
+    replicas.parameters_outside,
+    replicas.weights_that_begin_unequal,
+    replicas.equal_random_streams,
+    replicas.equal_draws_of_workers,
     schedules_too_fast,
     schedules_ahead,
     clips_of_scaled_gradients,
