@@ -48,6 +48,10 @@ from allranks.training.task_fields import metric_pairs, other_metrics
 Chunk = Callable[[], Any]
 
 
+def _as_it_is(arrays: Any) -> Any:
+    return arrays
+
+
 class Evaluator:
     """Evaluates `model` for `task` on the replicas of `strategy`, in chunks of a shard's size."""
 
@@ -87,8 +91,7 @@ class Evaluator:
     def _chunks(self, source: Source) -> Iterator[Chunk]:
         """What reads each chunk; of a `tf.data.Dataset` every rank reads all."""
         if isinstance(source, WholeDataset):
-            for arrays, _ in source.open(0):
-                yield lambda whole=arrays: whole
+            yield from (partial(_as_it_is, arrays) for arrays, _ in source.open(0))
             return
         for start in range(0, len(source), self.chunk):
             ids = np.arange(start, min(start + self.chunk, len(source)))
