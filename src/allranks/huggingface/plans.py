@@ -54,7 +54,8 @@ def offer_blocks(model: nn.Module) -> None:
                 do="write tensor_plan(self, model) in the task; return None there to cut each "
                 "layer by itself",
             )
-    if not plan or any(_drops(part.config) for part in parts):
+    settings = [setting for part in parts for setting in vars(part.config).items()]
+    if not plan or any("drop" in name and bool(rate) for name, rate in settings):
         return
     styles = {
         name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
@@ -116,8 +117,3 @@ def _adds_up(module: nn.Module, columns: list[str], row: str) -> bool:
             return torch.allclose(output(slice(8)), parts.sum(0), 1e-5, 1e-5)  # some use float32
     except Exception:  # forward needs more than an input, or the sizes of the model
         return False
-
-
-def _drops(config: Any) -> bool:
-    """Whether a rate of dropout in the configuration is not 0."""
-    return any(bool(rate) for name, rate in vars(config).items() if "drop" in name)

@@ -403,12 +403,8 @@ def _events(run: RecordedRun, first_pid: int, prefix: str) -> Iterator[dict[str,
     for rank in run.speakers:
         yield _named("thread_name", pids.get(rank, above), rank, f"rank {rank}")
     for span in timeline.spans:
-        yield {
-            **_at("X", pids.get(span.rank, above), span.rank, span.phase, span.start_s),
-            "dur": _microseconds(span.end_s - span.start_s),
-            "cat": "phase",
-            "args": {"attempt": span.attempt, "goes_on": span.open},
-        }
+        at = _span(pids.get(span.rank, above), span.rank, span.phase, span.start_s, span.end_s)
+        yield {**at, "cat": "phase", "args": {"attempt": span.attempt, "goes_on": span.open}}
     for mark in timeline.marks:
         pid = above if mark.rank is None else pids.get(mark.rank, above)
         yield {
@@ -426,13 +422,10 @@ def _events(run: RecordedRun, first_pid: int, prefix: str) -> Iterator[dict[str,
 
 def _closely(step: StepTime, pid: int) -> Iterator[dict[str, Any]]:
     """A step whose phases were recorded, and within it its phases."""
-    length = _microseconds(step.end_s - step.start_s)
-    args = {"attempt": step.attempt}
-    at = _at("X", pid, step.rank, f"step {step.number}", step.start_s)
-    yield {**at, "dur": length, "cat": "step", "args": args}
+    at = _span(pid, step.rank, f"step {step.number}", step.start_s, step.end_s)
+    yield {**at, "cat": "step", "args": {"attempt": step.attempt}}
     for piece in step.pieces:
-        at = _at("X", pid, step.rank, piece.phase, piece.start_s)
-        yield {**at, "dur": _microseconds(piece.end_s - piece.start_s), "cat": "within"}
+        yield {**_span(pid, step.rank, piece.phase, piece.start_s, piece.end_s), "cat": "within"}
 
 
 def _steps(
@@ -451,12 +444,8 @@ def _steps(
         at = timeline.at(row.monotonic + ahead_s)
         is_new = (attempt, row.step) not in known
         if before is not None and at >= before and is_new:
-            yield {
-                **_at("X", pid, 0, f"step {row.step}", before),
-                "dur": _microseconds(at - before),
-                "cat": "step",
-                "args": {"epoch": row.epoch, "loss": row.loss, "samples": row.samples},
-            }
+            args = {"epoch": row.epoch, "loss": row.loss, "samples": row.samples}
+            yield {**_span(pid, 0, f"step {row.step}", before, at), "cat": "step", "args": args}
         if math.isfinite(row.loss):
             yield {**_at("C", pid, 0, "loss", at), "args": {"loss": row.loss}}
         before = at
@@ -464,6 +453,10 @@ def _steps(
 
 def _at(ph: str, pid: int, tid: int, name: str, seconds: float) -> dict[str, Any]:
     return {"ph": ph, "pid": pid, "tid": tid, "name": name, "ts": _microseconds(seconds)}
+
+
+def _span(pid: int, tid: int, name: str, start_s: float, end_s: float) -> dict[str, Any]:
+    return {**_at("X", pid, tid, name, start_s), "dur": _microseconds(end_s - start_s)}
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

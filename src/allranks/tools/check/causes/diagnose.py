@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load_file
@@ -20,7 +19,6 @@ from allranks.tools.check.causes.cause import (
     BatchParts,
     ConfirmedCause,
     Evidence,
-    Tensors,
     confirmed,
     read_parts,
 )
@@ -92,7 +90,8 @@ def _collected(
         )
         alone = run(f"cause-{ours.precision}-{ours.ranks}-parts", cut)
         parts = read_parts(alone.path, first.step)
-    each = tuple(_tensors(again.path, first.step, rank) for rank in range(len(again.ranks)))
+    paths = [tensors_path(again.path, first.step, rank) for rank in range(len(again.ranks))]
+    each = tuple(load_file(path) if path.exists() else {} for path in paths)
     return Evidence(first, tolerance, mesh, right, again, each, parts, facts, alone)
 
 
@@ -111,8 +110,3 @@ def _biases(facts: Mapping[str, Any]) -> tuple[str, ...]:
     cut = facts.get("cut", {})
     rooms = [name.removesuffix("weight") for name in cut if name.endswith("weight")]
     return tuple(f"{room}bias" for room in rooms if f"{room}bias" not in cut)
-
-
-def _tensors(trace: Path, step: int, rank: int) -> Tensors:
-    path = tensors_path(trace, step, rank)
-    return load_file(path) if path.exists() else {}

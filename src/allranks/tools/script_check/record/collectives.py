@@ -46,7 +46,7 @@ class ScriptCollectives:
         dist, guarded = self.torch.distributed, self.facts.guarded
         count, note, reduced = guarded(self._count), guarded(self._note), guarded(self._reduced)
 
-        def with_values(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def with_values(original: Any, /, tensor: Any, *args: Any, **kwargs: Any) -> Any:
             before = note(original.__name__, tensor)
             result = original(tensor, *args, **kwargs)
             if before is not None and result is None:
@@ -194,7 +194,7 @@ class MeanLosses:
         torch = self.torch
         note_before(torch.autograd, "backward", self.facts.guarded(self._backward))
 
-        def taking(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        def taking(name: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 if not torch.is_grad_enabled():

@@ -113,7 +113,7 @@ class ScriptFacts:
 def wrap(holder: Any, name: str, call: Callable[..., Any]) -> Any:
     """Let `call(original, …)` run in the place of `holder.name`, under its name and docstring.
 
-    Returns what is there now.
+    Arguments may have any names, so `original` is positional. Returns what is there now.
     """
     original = getattr(holder, name)
 
@@ -128,7 +128,7 @@ def wrap(holder: Any, name: str, call: Callable[..., Any]) -> Any:
 def note_before(holder: Any, name: str, note: Callable[..., Any]) -> None:
     """Call `note` with the arguments of `holder.name` before each call of it."""
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         note(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -138,7 +138,7 @@ def note_before(holder: Any, name: str, note: Callable[..., Any]) -> None:
 def note_after(holder: Any, name: str, note: Callable[..., Any]) -> None:
     """Call `note` with the result of `holder.name` and its arguments after each call of it."""
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         note(result, *args, **kwargs)
         return result

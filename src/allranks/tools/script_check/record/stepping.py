@@ -76,7 +76,7 @@ class Stepping:
                 setattr(self.torch.nn.utils, name, wrap(module, name, clipping))
 
     def _clipping(
-        self, note: Any, original: Any, parameters: Any, *args: Any, **kwargs: Any
+        self, note: Any, original: Any, /, parameters: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function that clips, and note what it did."""
         is_one = isinstance(parameters, self.torch.Tensor)
@@ -254,7 +254,7 @@ class Schedules:
         """Wrap `step` and `__init__` of each class; nested calls are the class's own."""
         module, note = self.torch.optim.lr_scheduler, self.facts.guarded(self._note)
 
-        def counted(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(original: Any, scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             if original.__name__ == "step" and self._depth == 0:
                 note(scheduler, args, kwargs)
             self._depth += 1
@@ -348,7 +348,7 @@ class Replicas:
         ddp = self.torch.nn.parallel.DistributedDataParallel
         forward, drawn = self.facts.guarded(self._forward), self.facts.guarded(self._drawn)
 
-        def running(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        def running(original: Any, module: Any, /, *args: Any, **kwargs: Any) -> Any:
             before = forward(module, (args, kwargs))
             result = original(module, *args, **kwargs)
             if before:

@@ -265,7 +265,7 @@ class StepOperators:
         """Wrap calls of modules: a hook of a module is too late to record its own call."""
         start, torch = self.facts.guarded(self._start), self.torch
 
-        def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(original: Any, module: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._left == 1 and module.training and torch.is_grad_enabled():
                 self._left = 0
                 start(module)

@@ -205,7 +205,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     for loader, fact in loaders_of(ranks):
         passes = [_first(rank, loader) for rank in ranks]
         known = [row for row in passes if row is not None and row["samples"]]
-        sizes = [_sizes(row) for row in known]
+        sizes = [[size for size, times in row["sizes"] for _ in range(times)] for row in known]
         if len(known) < len(ranks) or len(set(map(len, sizes))) > 1:
             continue
         at = next((i for i, row in enumerate(zip(*sizes, strict=True)) if len(set(row)) > 1), None)
@@ -307,10 +307,6 @@ def _numbered(rank: Rank, loader: int, number: int) -> Fact | None:
 def _first(rank: Rank, loader: int) -> Fact | None:
     """Its first pass with a backward; scripts often inspect a batch before."""
     return next((row for row in passes_of(rank, loader) if row["backwards"]), None)
-
-
-def _sizes(row: Fact) -> list[int]:
-    return [size for size, times in row["sizes"] for _ in range(times)]
 
 
 def _is_one_dataset(passes: list[Fact]) -> bool:
