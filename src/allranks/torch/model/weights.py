@@ -103,7 +103,4 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> tuple[str, memoryview]:
-    flat = (
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    )
-    return str(tensor.dtype).removeprefix("torch."), flat.numpy().data
+    return str(tensor.dtype).removeprefix("torch."), _content(tensor)
