@@ -19,6 +19,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from allranks.programs.readers.images import ImageFolder
+from allranks.torch.data.batch import Cutting
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.open_data import open_data
 from allranks.torch.model.precision import Precision
@@ -95,14 +96,13 @@ def _ours(dataset: ImageFolder, batch: int, workers: int) -> Iterator[int]:
 
 def _batches(dataset: Any, batch: int, workers: int) -> GlobalBatches:
     opened = open_data(dataset, Task(), 0, workers, "train_data")
-    fields: dict[str, Any] = {"shards": 8, "last_batch": "drop", "seed": 0, "rank": 0, "ranks": 1}
     return GlobalBatches(
         source=opened.source,
+        cutting=Cutting(8, rank=0, ranks=1, micro_batch=None, shard_alone=False),
         batch_size=batch,
-        micro_batch=None,
-        shard_alone=False,
+        last_batch="drop",
+        seed=0,
         precision=PRECISION,
-        **fields,
     )
 
 

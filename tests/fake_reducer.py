@@ -7,13 +7,12 @@ step depends on what the rank has not sent yet, which a checkpoint must hold. Wr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from allranks.catalog import REDUCERS
 from allranks.strategies.card import Card
 from allranks.strategies.cards import CARDS
-from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm.comm import Pending
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
@@ -45,20 +44,14 @@ class Coarse(Reducer):
             for bucket in buckets
             for name, view in bucket.views.items()
         }
-        self._under_way: list[Pending] = []
 
-    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+    def exchange(self, bucket: int) -> Iterator[Pending]:
         for name, view in self.buckets[bucket].views.items():
             view += self.rest[name]
             sent = (view / GRAIN).round() * GRAIN
             self.rest[name].copy_(view - sent)
             view.copy_(sent)
-        self._under_way.append(self.comm.all_reduce(self.buckets[bucket].flat))
-
-    def finish(self) -> None:
-        for pending in self._under_way:
-            pending.wait()
-        self._under_way.clear()
+        yield self.comm.all_reduce(self.buckets[bucket].flat)
 
     def state(self) -> dict[str, Any]:
         return {"rest": self.rest}

@@ -89,7 +89,6 @@ def register() -> None:
 class FakeSharded(Strategy):
     """Gather halves, pass, sum halves. Sends what the card says."""
 
-    name = NAME
     equal_passes = True
     tally_type = torch.float64
     can_be_compiled = False

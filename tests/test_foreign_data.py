@@ -31,7 +31,7 @@ import data_tasks
 import foreign_tasks
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events
-from allranks.torch.data.batch import Batch
+from allranks.torch.data.batch import Batch, Cutting
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import TensorSource
@@ -46,21 +46,23 @@ LIBRARIES = ["stand-in"] + ["datasets"] * (importlib.util.find_spec("datasets") 
 
 
 def batches_of(
-    data: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **changes: Any
+    data: Any,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    workers: int = 0,
+    micro_batch: int | None = None,
+    **changes: Any,
 ) -> GlobalBatches:
     opened = open_data(data, changes.pop("task", foreign_tasks.Named()), 5, workers, "train_data")
     fields = {
         "source": opened.source,
         "order": opened.order,
         "shuffles": opened.shuffles,
+        "cutting": Cutting(8, rank, ranks, micro_batch, shard_alone=False),
         "batch_size": 24,
-        "shards": 8,
         "last_batch": "keep",
         "seed": 5,
-        "rank": rank,
-        "ranks": ranks,
-        "micro_batch": None,
-        "shard_alone": False,
         "precision": Precision(torch.device("cpu"), torch.float64),
         **changes,
     }

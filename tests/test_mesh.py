@@ -16,7 +16,7 @@ NAMES = ("pipeline", REPLICATE, SHARD, "tensor")
 
 def test_golden_values() -> None:
     assert HYBRID.ranks == 12
-    assert [HYBRID.coordinate(7, axis) for axis in (REPLICATE, SHARD, "tensor")] == [1, 0, 1]
+    assert HYBRID.place(7) == (1, 0, 1)
     assert HYBRID.group(7, SHARD) == (7, 9, 11)
     assert HYBRID.group(7, REPLICATE) == (1, 7)
     assert HYBRID.group(7, "tensor") == (6, 7)
@@ -24,14 +24,13 @@ def test_golden_values() -> None:
 
 def test_replicas_and_shards_read_the_global_batch_together() -> None:
     assert HYBRID.size(DATA) == 6
-    assert HYBRID.coordinate(9, DATA) == 4
     assert HYBRID.group(7, DATA) == (1, 3, 5, 7, 9, 11)
     assert [rank for rank in range(12) if HYBRID.is_first_of_its_data(rank)] == [0, 2, 4, 6, 8, 10]
 
 
 def test_an_axis_that_is_not_there_has_one_rank() -> None:
     mesh = replicated_mesh(4)
-    assert mesh.size("tensor") == 1 and mesh.coordinate(3, "tensor") == 0
+    assert mesh.size("tensor") == 1
     assert mesh.group(3, "tensor") == (3,)
     assert mesh.group(3, DATA) == (0, 1, 2, 3)
     assert all(mesh.is_first_of_its_data(rank) for rank in range(4))
@@ -43,12 +42,12 @@ def test_it_is_one_arange(sizes: list[int], data: st.DataObject) -> None:
     grid = np.arange(mesh.ranks).reshape(sizes)
     rank = data.draw(st.integers(0, mesh.ranks - 1))
     where = tuple(int(at[0]) for at in np.where(grid == rank))
+    assert mesh.place(rank) == where
     for number, (axis, size) in enumerate(mesh.axes):
-        assert mesh.coordinate(rank, axis) == where[number]
         row = [*where[:number], slice(None), *where[number + 1 :]]
         assert mesh.group(rank, axis) == tuple(grid[tuple(row)])
         assert len(mesh.group(rank, axis)) == size
-    assert mesh.group(rank, DATA)[mesh.coordinate(rank, DATA)] == rank
+    assert rank in mesh.group(rank, DATA)
 
 
 @pytest.mark.parametrize("axis", [REPLICATE, SHARD, "tensor", DATA])

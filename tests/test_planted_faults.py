@@ -156,7 +156,7 @@ FAULTS = {
     ),
     "gradients of one rank in its parts": Fault(
         "torch/parallel/sharded/collectives.py",
-        "self.unit_sum.add(output_tensor, input_tensor)",
+        "self.add(output_tensor, input_tensor)",
         "output_tensor.copy_(input_tensor.view(self.shards.size, -1)[self.shards.rank])",
         step=0,
         stage="gradient",
@@ -249,7 +249,7 @@ FAULTS = {
     ),
     "a lost tensor reduction": Fault(
         "torch/parallel/tensor/exchange.py",
-        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(copy)",
+        "(self.summed if torch.is_grad_enabled() else self.sum_)(copy)",
         "copy",
         step=0,
         stage="gradient",
@@ -271,7 +271,7 @@ FAULTS = {
     ),
     "a lost tensor reduction before a scattered one": Fault(
         "torch/parallel/tensor/exchange.py",
-        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(copy)",
+        "(self.summed if torch.is_grad_enabled() else self.sum_)(copy)",
         "copy",
         step=0,
         stage="gradient",
@@ -325,7 +325,7 @@ FAULTS = {
     ),
     "a sequence whose gradient is that of one rank's loss": Fault(
         "torch/parallel/context/exchange.py",
-        "total = gradient * exchange.comm.size",
+        "total = gradient * self.comm.size",
         "total = gradient",
         step=0,
         stage="gradient",

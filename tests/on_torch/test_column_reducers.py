@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.codecs import ColumnQuantizer
 from allranks.torch.parallel.data.buckets import Buckets
-from allranks.torch.parallel.data.compressed.columns import OneBit
+from allranks.torch.parallel.data.compressed.columns import one_bit
 from compressed_simulation import STEPS, simulated
 from conftest import Train
 
@@ -136,7 +136,7 @@ def test_one_bit_converges_only_with_feedback(feedback: bool) -> None:
     """Noise has the mean 0; where the signs of two numbers are one, each gets the other's."""
     noise = torch.tensor([[3.0, 0.5], [-1, 0.5], [-1, -0.5], [-1, -0.5]])
     weight = nn.Parameter(torch.tensor([[1.0, 1.0]], dtype=torch.float64))
-    reducer = OneBit(Comm(), 8, after=0)
+    reducer = one_bit(Comm(), 8, after=0)
     buckets = Buckets(["w"], [weight], tally_size=1, bucket_bytes=64, reducer=reducer)
     for step in range(1000):
         buckets.begin()

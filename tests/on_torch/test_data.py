@@ -18,6 +18,7 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
+from allranks.torch.data.batch import Cutting
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.evaluate import evaluate
 from allranks.torch.data.open_data import open_data
@@ -36,17 +37,13 @@ def batches(ranks: int, rank: int, data: Any = None, workers: int = 0, **changes
         "source": opened.source,
         "order": opened.order,
         "batch_size": 24,
-        "shards": 8,
         "last_batch": "keep",
         "seed": 5,
-        "rank": rank,
-        "ranks": ranks,
-        "micro_batch": None,
-        "shard_alone": False,
         "precision": FP64,
         **changes,
     }
-    return list(GlobalBatches(**fields).after(Progress(), 2, None))
+    cutting = Cutting(8, rank, ranks, micro_batch=None, shard_alone=False)
+    return list(GlobalBatches(cutting=cutting, **fields).after(Progress(), 2, None))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -162,9 +159,9 @@ def read_stream(rank: int, ranks: int, done: Progress | None = None) -> list[tup
     """The two parts of the batches of one epoch: 12 samples of each of 8 shards, by 24."""
     task = contract_tasks.Uneven()
     opened = open_data(Drawn(), task, 5, 0, "train_data")
-    fields = {"batch_size": 24, "shards": 8, "last_batch": "keep", "seed": 5, "rank": rank}
-    more = {"ranks": ranks, "micro_batch": None, "shard_alone": False, "precision": FP64}
-    stream = GlobalBatches(source=opened.source, **fields, **more)  # type: ignore[arg-type]
+    cutting = Cutting(8, rank, ranks, micro_batch=None, shard_alone=False)
+    fields = {"batch_size": 24, "last_batch": "keep", "seed": 5, "precision": FP64}
+    stream = GlobalBatches(source=opened.source, cutting=cutting, **fields)  # type: ignore[arg-type]
     found = []
     for batch in stream.after(done or Progress(), 1, 4):
         parts = [micro.data for micro in batch.micros]

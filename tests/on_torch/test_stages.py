@@ -22,7 +22,7 @@ import input_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.data.batch import Batch
+from allranks.torch.data.batch import Batch, Cutting
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.copying import Copying
 from allranks.torch.data.open_data import open_data
@@ -167,20 +167,23 @@ class Copied(GlobalBatches):
 
 
 def batches_of(
-    data: Any, *, workers: int, kind: type[GlobalBatches] = GlobalBatches, **changes: Any
+    data: Any,
+    *,
+    workers: int,
+    kind: type[GlobalBatches] = GlobalBatches,
+    rank: int = 0,
+    ranks: int = 1,
+    micro_batch: int | None = None,
+    **changes: Any,
 ) -> GlobalBatches:
     task = input_tasks.Staged()
     opened = open_data(data, task, 5, workers, "train_data")
     fields = {
         "source": opened.source,
+        "cutting": Cutting(8, rank, ranks, micro_batch, shard_alone=False),
         "batch_size": 24,
-        "shards": 8,
         "last_batch": "keep",
         "seed": 5,
-        "rank": 0,
-        "ranks": 1,
-        "micro_batch": None,
-        "shard_alone": False,
         "precision": Precision(torch.device("cpu"), torch.float64),
         **changes,
     }

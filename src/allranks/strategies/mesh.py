@@ -39,14 +39,6 @@ class Mesh:
         """How many ranks lie along an axis."""
         return math.prod(size for name, size in self.axes if name in _parts(axis))
 
-    def coordinate(self, rank: int, axis: str) -> int:
-        """The position of a rank along an axis."""
-        position = 0
-        for (name, size), at in zip(self.axes, self.place(rank), strict=True):
-            if name in _parts(axis):
-                position = position * size + at
-        return position
-
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along this axis alone, and itself, in order."""
         place = self.place(rank)

@@ -167,7 +167,7 @@ def build_model(
     scope: Scope,
     strategy: Strategy,
     world: World,
-    on_close: Callable[[Callable[[], None]], None],
+    on_close: Callable[[Callable[[], None]], object],
     before: BuiltModel | None = None,
 ) -> BuiltModel:
     """The model of `task` as this rank keeps it, with equal weights on all; every rank calls this.
@@ -396,6 +396,7 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
     """The strategy that the job names, with the options of its card; it has no model yet."""
     spec = job.strategy_spec
     context = StrategyContext(
+        spec.name,
         task,
         comm,
         scope,

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -92,35 +91,33 @@ def check_own_loop(job: Job, ranks: int) -> None:
             do=f"torchrun --nproc-per-node {job.ranks} SCRIPT, or "
             f"allranks.launch(task, ranks={job.ranks})",
         )
-    if job.devices:
-        raise RequestError(
-            asked=f"Trainer(task, Job(devices={job.devices!r}))",
-            found="a loop of one's own",
-            why="which devices a process sees is decided before it is started, by its launcher",
-            do=f"{Visible.VARIABLE}={job.devices} python SCRIPT, or "
+    refused = {
+        "devices": (
+            "which devices a process sees is decided before it is started, by its launcher",
+            f"{Visible.VARIABLE}={job.devices} python SCRIPT, or "
             f"allranks.launch(task, devices={job.devices!r})",
-        )
-    if job.micro_batch_trial:
-        raise RequestError(
-            asked="Trainer(task, Job(micro_batch_trial=True))",
-            found="a loop of one's own",
-            why="the trial starts all ranks again, which their launcher does",
-            do='Job(micro_batch=16), or allranks.launch(task, micro_batch="auto")',
-        )
-    if job.elastic:
-        raise RequestError(
-            asked=f"Trainer(task, Job(elastic={job.elastic!r}))",
-            found="a loop of one's own",
-            why="another group of ranks has another trainer, which the loop of allranks makes",
-            do=f"allranks.launch(task, elastic={job.elastic!r})",
-        )
-    if job.log:
-        raise RequestError(
-            asked=f"Trainer(task, Job(log={job.log!r}))",
-            found="a loop of one's own",
-            why="these files are written by the loop of `allranks train` and allranks.launch",
-            do="write what step(batch) returns, on the leader: trainer.world.is_leader",
-        )
+        ),
+        "micro_batch_trial": (
+            "the trial starts all ranks again, which their launcher does",
+            'Job(micro_batch=16), or allranks.launch(task, micro_batch="auto")',
+        ),
+        "elastic": (
+            "another group of ranks has another trainer, which the loop of allranks makes",
+            f"allranks.launch(task, elastic={job.elastic!r})",
+        ),
+        "log": (
+            "these files are written by the loop of `allranks train` and allranks.launch",
+            "write what step(batch) returns, on the leader: trainer.world.is_leader",
+        ),
+    }
+    for option, (why, do) in refused.items():
+        if value := getattr(job, option):
+            raise RequestError(
+                asked=f"Trainer(task, Job({option}={value!r}))",
+                found="a loop of one's own",
+                why=why,
+                do=do,
+            )
 
 
 def tell_alone() -> None:
@@ -148,31 +145,17 @@ def no_batch(value: Any) -> RequestError:
 # The resources of a training in its process: groups, threads, swapped layers, switches.
 
 
-class ResourceStack:
-    """Releases resources in reverse order, all of them, even if one of them raises."""
+class ResourceStack(ExitStack):
+    """Releases resources in reverse order, all of them, even if one of them raises.
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._has_failed = False
+    `has_failed` says whether this rank has, and then waits for no other.
+    """
 
-    def on_close(self, undo: Callable[[], None]) -> None:
-        """Call `undo` at the end."""
-        self._stack.callback(undo)
+    has_failed = False
 
     def on_leave(self, leave: Callable[..., None]) -> None:
         """Call `leave(failed=…)` at the end, for a resource that is shared with other ranks."""
-
-        def at_the_end(
-            kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-        ) -> None:
-            leave(failed=self._has_failed or error is not None)
-
-        self._stack.push(at_the_end)
-
-    def close_all(self, *, failed: bool) -> None:
-        """Release all resources; a second call does nothing."""
-        self._has_failed = failed
-        self._stack.close()
+        self.push(lambda kind, error, tb: leave(failed=self.has_failed or error is not None))
 
 
 class Trainer(EngineTrainer[Batch]):
@@ -222,7 +205,8 @@ class Trainer(EngineTrainer[Batch]):
         except BaseException as error:
             if hasattr(self, "comm"):  # it has joined the others
                 self.comm.add_reason_of_loss(error)
-            self._resources.close_all(failed=True)
+            self._resources.has_failed = True
+            self._resources.close()
             raise
         self._before = None
 
@@ -488,14 +472,15 @@ class Trainer(EngineTrainer[Batch]):
 
     def _load_other_state(self, state: dict[str, Any]) -> None:
         super()._load_other_state(state)
-        self.task_data.load_streams(self.progress, state.get("streams") or {})
+        self.task_data.load_streams(self.progress, state.get("streams") or None)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks, and give model and process back as they were.
 
         A rank that has `failed` waits for no other: they stand in a collective for it.
         """
-        self._resources.close_all(failed=failed)
+        self._resources.has_failed = failed
+        self._resources.close()
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         failed = True
@@ -517,7 +502,7 @@ class Trainer(EngineTrainer[Batch]):
     def _set_up(self, report: Callable[..., None]) -> None:
         """Join the ranks, and set up the training; resources are released in reverse order."""
         resources, task, job = self._resources, self.task, self.job
-        resources.on_close(set_kernels(job))
+        resources.callback(set_kernels(job))
         self.comm = join(
             self.world,
             self.device,
@@ -556,7 +541,7 @@ class Trainer(EngineTrainer[Batch]):
         self.faults.flip = flipper(self.strategy)
         opened = None if self._before is None else self._before.data
         self.task_data = TaskData(task, job, self.strategy, opened)
-        resources.on_close(self.task_data.close)
+        resources.callback(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._watch = self.witness
         if job.audit:
@@ -585,7 +570,7 @@ class Trainer(EngineTrainer[Batch]):
         """Build the model, and set the strategy up; in a later group with those of the last one."""
         before: BuiltModel | None = None if self._before is None else self._before.built
         optimizer = None if self._before is None else self._before.optimizer
-        on_close = self._resources.on_close
+        on_close = self._resources.callback
         built = build_model(
             self.task, self.job, self._scope, self.strategy, self.world, on_close, before
         )
@@ -594,7 +579,7 @@ class Trainer(EngineTrainer[Batch]):
         self.strategy.setup(built.model, make)
         if optimizer is not None:
             self.strategy.step.rates, self.strategy.initial_set = optimizer
-        self._resources.on_close(self.strategy.close)
+        on_close(self.strategy.close)
         if self.job.compile:
-            self._resources.on_close(compile_passes(self.task, self.job, self.strategy))
+            on_close(compile_passes(self.task, self.job, self.strategy))
         return built

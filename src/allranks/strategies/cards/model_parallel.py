@@ -39,8 +39,8 @@ def _branches(work: Workload, options: Mapping[str, Any]) -> int:
     return round((work.ranks - 1) / work.ranks * (returned + 2 * inputs + 2 * tally))
 
 
-def _own_branches(has: Contents, options: Mapping[str, Any]) -> float:
-    """Branches are what is cut."""
+def dealt_out(has: Contents, options: Mapping[str, Any]) -> float:
+    """Branches, or stages, are what is cut: each is on one rank."""
     return (2 + has.optimizer) * (has.cut / has.ranks + has.uncut)
 
 
@@ -82,7 +82,7 @@ PLACED_CARDS = (
         "given, each tensor once, + tally)",
         memory="of each branch weights, gradients, optimizer and activations on one rank; all else "
         "of the model on every rank",
-        stored=Stored("(2 + k)(C/N + R), C: branches of equal size", _own_branches),
+        stored=Stored("(2 + k)(C/N + R), C: branches of equal size", dealt_out),
         many_ranks=True,
         agreement=Agreement("staged"),
         mesh=lambda ranks, _: Mesh(((BRANCH, ranks),)),

@@ -11,7 +11,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
 from allranks.strategies.cards.data_parallel import even_unless_summed, tree_bytes
-from allranks.strategies.cards.model_parallel import SEQUENCE, check_sequence
+from allranks.strategies.cards.model_parallel import SEQUENCE, check_sequence, dealt_out
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
 
@@ -29,11 +29,6 @@ def _crossing(work: Workload, options: Mapping[str, Any]) -> int:
     return round(max(sent_bytes) * (ranks > 1) + ring)
 
 
-def _own_stages(has: Contents, options: Mapping[str, Any]) -> float:
-    """Weights that several stages share are not cut."""
-    return (2 + has.optimizer) * (has.cut / has.ranks + has.uncut)
-
-
 BY = Option(
     "by",
     "size",
@@ -48,7 +43,7 @@ EVERYWHERE: dict[str, Any] = {
     "guarantee": Exact(),
     "bytes_sent": _crossing,
     "bytes_formula": BYTES,
-    "stored": Stored("(2 + k)(C/N + R), stages of equal size, R: what stages share", _own_stages),
+    "stored": Stored("(2 + k)(C/N + R), stages of equal size, R: what stages share", dealt_out),
     "many_ranks": True,
     "options": (BY,),
     "bitwise_options": {},

@@ -38,7 +38,6 @@ ELSEWHERE = re.compile(r"\bmeta\b", re.IGNORECASE)
 class Branches(Staged):
     """Runs the branches of this rank. Sends their outputs, gradients of their inputs, the tally."""
 
-    name = "branches"
     equal_passes = True
     can_be_compiled = False
     takes_batch_loss = True

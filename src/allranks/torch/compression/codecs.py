@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -427,7 +426,7 @@ def codec_of(reduce: Picked) -> Codec:
 
 
 class ErrorFeedback:
-    """A residual of the shape of `like`, (n,), before `codec`. Nothing is communicated."""
+    """A `residual` of the shape of `like`, (n,), before `codec`. Nothing is communicated."""
 
     def __init__(self, codec: Codec, like: Tensor, decay: float = 1.0) -> None:
         self.codec, self.decay = codec, decay
@@ -445,11 +444,3 @@ class ErrorFeedback:
         self.codec.add_decoded(message, residual, alpha=-1)
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return message
-
-    def state(self) -> dict[str, Any]:
-        """The residual, the only state."""
-        return {"residual": self.residual}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
-        self.residual.copy_(state["residual"])

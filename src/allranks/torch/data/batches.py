@@ -54,48 +54,27 @@ COLLATES_ALONE = (
 
 @dataclass
 class GlobalBatches:
-    """The batches of a job for the reader `rank` of `ranks`.
+    """The batches of a job for one of its readers, cut by `cutting`.
 
     `precision` places the data; `order` is that of a sampler which came with the data; without one
     the job draws it, unless nothing `shuffles`. `exhausted` is set by the trainer once a step of a
-    stream has found no sample on any rank. How batches are cut is described at `Cutting`.
+    stream has found no sample on any rank.
     """
 
     source: Source | StreamSource | WholeLoader
+    cutting: Cutting
     batch_size: int
-    shards: int
     last_batch: str
     seed: int
-    rank: int
-    ranks: int
-    micro_batch: int | None
-    shard_alone: bool
     precision: Precision
     prefetch: int = 2
     order: SamplerOrder | None = None
     shuffles: bool = True
-    cut_for: int = 0
-    counts_passes: bool = False
-    needs_spare: bool = False
     exhausted: bool = False
-    collates_alone: bool = False
     collate_draws: bool = False
-    dealt: Shares | None = None
     audit_every: int = 0
 
     def __post_init__(self) -> None:
-        self.cutting = Cutting(
-            self.shards,
-            self.rank,
-            self.ranks,
-            self.micro_batch,
-            self.shard_alone,
-            self.cut_for,
-            self.counts_passes,
-            self.needs_spare,
-            self.collates_alone,
-            self.dealt,
-        )
         self._deals, self._dealt_after = 0, Progress()
         self._epoch, self._tried_collate = 0, False
         self._stands, self._states = (0, 0), dict[int, str]()  # of the shards of a stream
@@ -121,6 +100,10 @@ class GlobalBatches:
         if self.order is not None:
             return self.order.steps.get(self._epoch, self.order.first_guess)
         return self._own_order().steps_per_epoch
+
+    def of_reader(self, rank: int, ranks: int) -> GlobalBatches:
+        """The batches of another reader: `rank` of so many `ranks`."""
+        return replace(self, cutting=replace(self.cutting, rank=rank, ranks=ranks))
 
     def steps_by_number(self, strategy: str) -> int:
         """Steps of an epoch whose samples are handed out by their numbers, to one or another.
@@ -244,7 +227,7 @@ class GlobalBatches:
 
     @property
     def _micros_per_batch(self) -> int:
-        full = self.cutting.leaves(even_sizes(self.batch_size, self.shards))
+        full = self.cutting.leaves(even_sizes(self.batch_size, self.cutting.shards))
         return max(1, sum(len(leaf.micros) for leaf in full))
 
     @property
@@ -280,7 +263,9 @@ class GlobalBatches:
             audited = self.cutting.audited(draw, sizes, chosen)
             leaves = self.cutting.leaves(sizes, draw.shard)
             passes = self.cutting.passes(sizes, draw.shard)
-            if draw.owner == self.rank and not self.shard_alone:  # its passes come first
+            if (
+                draw.owner == self.cutting.rank and not self.cutting.shard_alone
+            ):  # its passes come first
                 start = sum(sizes[: draw.shard]) - first
                 inside = slice(start, start + len(audited.ids))
                 own_ids = np.concatenate([audited.ids, np.delete(own_ids, inside)])
@@ -331,7 +316,7 @@ class GlobalBatches:
     def _from_streams(
         self, source: StreamSource, done: Progress, epochs: int, steps: int | None
     ) -> Generator[Batch]:
-        quota, copying = even_sizes(self.batch_size, self.shards), Copying(self.precision)
+        quota, copying = even_sizes(self.batch_size, self.cutting.shards), Copying(self.precision)
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         last: MicroBatch | None = None
         while epoch < epochs:
@@ -348,14 +333,14 @@ class GlobalBatches:
                     seed_generators(random_key(self.seed, epoch, k, step))
                     read[k] = list(islice(stream, quota[k]))
                 self._stands, self._rows = (epoch, step + 1), rows
-                sizes = tuple(len(read.get(k, ())) for k in range(self.shards))
+                sizes = tuple(len(read.get(k, ())) for k in range(self.cutting.shards))
                 leaves = self.cutting.leaves(sizes)
                 plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
                 if plan.micros and self._collating_draws(source, plan, plan.micros[0], read):
                     plan = replace(plan, leaves=self.cutting.leaves(sizes))
                 collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
                 batch = self._filled(plan, map(copying.now, collated))
-                if self.counts_passes:
+                if self.cutting.counts_passes:
                     last = batch.micros[-1] if batch.micros else last or self._spare(source, plan)
                     passes, spare = self.cutting.passes(quota), None if batch.micros else last
                     batch = replace(batch, passes=passes, spare=spare)
@@ -381,8 +366,8 @@ class GlobalBatches:
     def _spare(self, source: StreamSource, plan: Batch) -> MicroBatch:
         """The micro-batch of a rank that has read no sample yet: the first samples of its stream,
         or of another rank's."""
-        quota = even_sizes(self.batch_size, self.shards)
-        for k in (*self.cutting.owned, *range(self.shards)):
+        quota = even_sizes(self.batch_size, self.cutting.shards)
+        for k in (*self.cutting.owned, *range(self.cutting.shards)):
             seed_generators(random_key(self.seed, plan.epoch, k, 0))
             rows = source.rows(k, plan.epoch, 0)
             read = list(islice(source.samples(rows, k, plan.epoch, 0), quota[k]))
@@ -412,18 +397,18 @@ class GlobalBatches:
 
         Samples of a stream must be read first, so this is tried in the first step that has any.
         """
-        if self._tried_collate or self.collates_alone:
+        if self._tried_collate or self.cutting.collates_alone:
             return False
         self._tried_collate = True
         self._key_collate(plan, micro)
         before = drawn_from()
         source.collate(samples_of(micro.pieces, read))
-        self.collates_alone = drawn_from() != before
-        if self.collates_alone:
+        draws = drawn_from() != before
+        if draws:
             self.cutting.begin_collating_alone()
-            if not self.shard_alone and self.micro_batch != 1:
+            if not self.cutting.shard_alone and self.cutting.micro_batch != 1:
                 warnings.warn(COLLATES_ALONE, stacklevel=1)
-        return self.collates_alone
+        return draws
 
 
 def _ids(plan: Batch) -> Iterator[Ids]:

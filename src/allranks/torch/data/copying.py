@@ -14,6 +14,7 @@ from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
 from allranks.torch.data.collate import map_to_device, tensors_in
+from allranks.torch.data.sources import as_it_is
 from allranks.torch.model.precision import Precision
 
 
@@ -45,7 +46,7 @@ class Copying:
         with accelerator.on_stream(self._stream):
             # uncast: the host would wait for a cast here
             device = self._precision.device
-            moved = map_to_device(self._moved, _as_it_is, data, device, pin=True)
+            moved = map_to_device(self._moved, as_it_is, data, device, pin=True)
             return AsyncCopy(self._precision.to_device(moved), self._stream.record_event())
 
     def finish(self, begun: AsyncCopy) -> Any:
@@ -64,7 +65,3 @@ class Copying:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return accelerator.pinned(tensor).to(self._precision.device, non_blocking=True)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

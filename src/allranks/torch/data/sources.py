@@ -152,16 +152,8 @@ class MapSource:
 
             stages = self._read, self._decode, collate, self.workers, ahead
             return self._epoch_by_epoch(keys, stages) if self._epochs else staged(keys, *stages)
-        loader: DataLoader[Any] = DataLoader(
-            _InProcess(self.batch),  # type: ignore[arg-type]
-            batch_sampler=keys,
-            num_workers=self.workers,
-            prefetch_factor=self.made_ahead(ahead) // self.workers,
-            collate_fn=as_it_is,
-            multiprocessing_context="fork",
-            worker_init_fn=_start_process,
-        )
-        return _unless_refused(iter(loader), place)  # forked here and now, by this thread
+        each = self.made_ahead(ahead) // self.workers
+        return _unless_refused(_in_processes(self.batch, keys, self.workers, each), place)
 
     @property
     def has_epochs(self) -> bool:
@@ -182,15 +174,7 @@ class MapSource:
         """`make(keys)`, called where samples are read: what it opens there stays there."""
         if not self.workers or self.is_staged:
             return make(keys)
-        loader: DataLoader[Any] = DataLoader(
-            _InProcess(make),  # type: ignore[arg-type]
-            batch_sampler=[keys],
-            num_workers=1,
-            collate_fn=as_it_is,
-            multiprocessing_context="fork",
-            worker_init_fn=_start_process,
-        )
-        (batch,) = _unless_refused(iter(loader), as_it_is)
+        (batch,) = _unless_refused(_in_processes(make, [keys], 1), as_it_is)
         return batch
 
     def check_draws(self) -> None:
@@ -251,6 +235,25 @@ class _InProcess:
             return self._make(keys)
         except RequestError as error:
             return _Refused(error)
+
+
+def _in_processes(
+    make: Callable[[list[Key]], Any],
+    keys: Iterable[list[Key]],
+    workers: int,
+    ahead: int = DEFAULT_PREFETCH,
+) -> Iterator[Any]:
+    """`make(keys)` for each of these keys, by processes that are forked here, by this thread."""
+    loader: DataLoader[Any] = DataLoader(
+        _InProcess(make),  # type: ignore[arg-type]
+        batch_sampler=keys,
+        num_workers=workers,
+        prefetch_factor=ahead,
+        collate_fn=as_it_is,
+        multiprocessing_context="fork",
+        worker_init_fn=_start_process,
+    )
+    return iter(loader)
 
 
 def _unless_refused(batches: Iterator[Any], place: Place) -> Generator[Any]:

@@ -13,6 +13,7 @@ from allranks.job.job import AUTO, Job
 from allranks.strategies.audits import default_every
 from allranks.strategies.shards import Shares, largest_shard
 from allranks.torch.checkpoint.state import kept_random_streams
+from allranks.torch.data.batch import Cutting
 from allranks.torch.data.batches import COLLATES_ALONE, GlobalBatches
 from allranks.torch.data.evaluate import evaluate, try_evaluation
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader
@@ -98,29 +99,37 @@ class TaskData:
                 )
             self._batches = GlobalBatches(
                 source=opened.source,
+                cutting=self._cutting(collate_draws=probed.collate_draws),
                 batch_size=self.task.batch_size,
-                shards=self.task.shards,
                 last_batch="drop" if opened.drops_last else self.task.last_batch,
                 seed=self.job.seed,
-                rank=self.strategy.data.rank,
-                ranks=self.strategy.data.size,
-                micro_batch=self.job.micro_batch,
-                shard_alone=self.strategy.shard_alone,
                 precision=self.strategy.context.precision,
                 prefetch=self.job.prefetch,
                 order=opened.order,
                 shuffles=opened.shuffles,
-                collates_alone=probed.collate_draws or self._cuts_by_shard,
                 collate_draws=probed.collate_draws,
-                cut_for=self.job.cut_for,
-                counts_passes=self._meets_in_passes or self.strategy.counts_passes,
-                needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
-                dealt=self.strategy.dealt,
                 audit_every=self.audit_every,
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
         return self._batches
+
+    def _cutting(self, *, collate_draws: bool) -> Cutting:
+        """How a global batch is cut for this rank."""
+        job, strategy = self.job, self.strategy
+        by_shard = strategy.cuts_by_shard and job.micro_batch is None
+        return Cutting(
+            shards=self.task.shards,
+            rank=strategy.data.rank,
+            ranks=strategy.data.size,
+            micro_batch=job.micro_batch,
+            shard_alone=strategy.shard_alone,
+            cut_for=job.cut_for,
+            counts_passes=self._meets_in_passes or strategy.counts_passes,
+            needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
+            collates_alone=collate_draws or by_shard,
+            dealt=strategy.dealt,
+        )
 
     @property
     def opened(self) -> GlobalBatches | None:
@@ -179,9 +188,9 @@ class TaskData:
         states = {shard: state for of_rank in of_ranks for shard, state in of_rank.items()}
         return {"streams": states}
 
-    def load_streams(self, done: Progress, states: dict[str, str]) -> None:
-        """Go on with what `streams` returned."""
-        if states:
+    def load_streams(self, done: Progress, states: dict[str, str] | None) -> None:
+        """Go on with what `streams` returned; `None` for data without streams."""
+        if states is not None:
             by_shard = {int(shard): state for shard, state in states.items()}
             self.batches.load_states_of_shards(done.epoch, done.step_in_epoch, by_shard)
 
@@ -190,13 +199,10 @@ class TaskData:
 
         Of streams it gathers where the shards are.
         """
-        if self._batches is None:
-            return
-        states = self.streams(done).get("streams", {})
-        self._batches.deal(shares, done)
-        if isinstance(self._batches.source, StreamSource):
-            by_shard = {int(shard): state for shard, state in states.items()}
-            self._batches.load_states_of_shards(done.epoch, done.step_in_epoch, by_shard)
+        if self._batches is not None:
+            states = self.streams(done).get("streams")
+            self._batches.deal(shares, done)
+            self.load_streams(done, states)
 
     def close(self) -> None:
         """Release the data, and the threads and processes that read it."""
@@ -246,10 +252,6 @@ class TaskData:
         strategy = self.strategy
         meets = strategy.equal_passes and strategy.passes_meet_readers
         return meets and strategy.data.size > 1
-
-    @property
-    def _cuts_by_shard(self) -> bool:
-        return self.strategy.cuts_by_shard and self.job.micro_batch is None
 
     @property
     def _chunk(self) -> int:

@@ -13,7 +13,6 @@ that of its present chunk (`Wire`).
 
 from __future__ import annotations
 
-import dataclasses
 import socket as sockets
 import time
 from collections import deque
@@ -169,7 +168,7 @@ class Learner:
         assert per_epoch is not None, "streams were refused"
         epoch, step = divmod(chunk.first, per_epoch)
         trainer.progress = done = Progress(epoch, step, chunk.first, updates=chunk.first)
-        batches = dataclasses.replace(trainer.task_data.batches, rank=chunk.part, ranks=self.parts)
+        batches = trainer.task_data.batches.of_reader(chunk.part, self.parts)
         trainer.heartbeat.enter("data")
         try:
             for batch in batches.after(done, 2**31, chunk.first + chunk.steps):

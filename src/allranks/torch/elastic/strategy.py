@@ -145,7 +145,6 @@ def _bytes(tensor: Tensor) -> Buffer:
 class Decoupled(Strategy):
     """Forward, backward, update, in one process. The synchronizer makes no step."""
 
-    name = "decoupled"
     learners = 1
     merged: dict[str, Any] | None = None
     """The synchronizer's state besides the weights; set by its trainer."""

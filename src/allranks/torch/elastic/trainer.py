@@ -131,17 +131,17 @@ class SynchronizerTrainer(Trainer):
         self.service.resumed = set(inner)
         merging.owing = {k for k in inner if k < self.job.ranks and owes(inner[k]["state"])}
         self.service.start()
-        self._resources.on_close(self.service.close)
+        self._resources.callback(self.service.close)
         return self.service
 
     def _samples_of(self, ledger: Ledger, chunk: Chunk) -> int:
         """The number of samples in a chunk."""
         batches, per_epoch = self.task_data.batches, self._per_epoch
-        shards = owned_shards(batches.shards, ledger.parts, chunk.part)
+        shards = owned_shards(batches.cutting.shards, ledger.parts, chunk.part)
         samples = 0
         for step in range(chunk.first, chunk.first + chunk.steps):
             remaining = len(batches.source) - step % per_epoch * batches.batch_size  # type: ignore[arg-type]
-            sizes = even_sizes(min(remaining, batches.batch_size), batches.shards)
+            sizes = even_sizes(min(remaining, batches.batch_size), batches.cutting.shards)
             samples += sum(sizes[shard] for shard in shards)
         return samples
 

@@ -81,8 +81,9 @@ class Outer(Strategy):
         line = self.comm.subgroup(tuple(range(first, first + size)))
         self._line = line if line is self.comm else replace(line, store_barrier=None)
         self._groups = [] if line is self.comm else [self._line]
-        kind = load(STRATEGIES[TORCH][within.name])
-        self.inner: Strategy = kind(replace(context, comm=self._line, options=within.options))
+        kind, name = load(STRATEGIES[TORCH][within.name]), within.name
+        of_inner = replace(context, name=name, comm=self._line, options=within.options)
+        self.inner: Strategy = kind(of_inner)
         for name in OF_THE_INNER:
             setattr(self, name, getattr(self.inner, name))
         self.after, self.near = int(self.options["after"]), int(self.options.get("near", 0))
@@ -108,7 +109,7 @@ class Outer(Strategy):
     def learner(self) -> Strategy:
         return self.inner
 
-    @property
+    @cached_property
     def shard_alone(self) -> bool:
         return self.inner.shard_alone
 
@@ -415,8 +416,6 @@ def _of_all(
 class LocalSGD(Outer):
     """Averages the weights of the learners."""
 
-    name = "local-sgd"
-
     def build_outer_optimizer(self) -> OuterOptimizer:
         return Average()
 
@@ -424,16 +423,12 @@ class LocalSGD(Outer):
 class SlowMomentum(Outer):
     """Updates the global weights by the mean delta, with slow momentum."""
 
-    name = "slowmo"
-
     def build_outer_optimizer(self) -> OuterOptimizer:
         return SlowMo(self.options["alpha"], self.options["beta"])
 
 
 class BlockMomentumFiltering(Outer):
     """Updates the global weights by the mean delta of each block, with momentum."""
-
-    name = "block-momentum"
 
     def build_outer_optimizer(self) -> OuterOptimizer:
         momentum = self.options["momentum"]
@@ -445,8 +440,6 @@ class BlockMomentumFiltering(Outer):
 class DiLoCo(Outer):
     """Deltas are the gradients of an outer SGD with Nesterov momentum."""
 
-    name = "diloco"
-
     def build_outer_optimizer(self) -> OuterOptimizer:
         return Nesterov(self.options["lr"], self.options["momentum"])
 
@@ -456,8 +449,6 @@ class DiLoCo(Outer):
 
 class SparseLoCo(Outer):
     """Sends the largest deltas of each chunk, in 2 bits; the others stay as a residual."""
-
-    name = "sparse-loco"
 
     def build_outer_optimizer(self) -> OuterOptimizer:
         return Nesterov(self.options["lr"], 0.0)
@@ -478,7 +469,6 @@ class SparseLoCo(Outer):
 class Independent(Strategy):
     """Forward, backward and update on every rank separately. Sends nothing."""
 
-    name = "independent"
     can_run_ahead = has_whole_passes = True
 
     def reads_at_once(self, batch: Batch) -> bool:

@@ -21,7 +21,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import balanced_ends
 from allranks.torch.checkpoint.state import kept_random_streams
-from allranks.torch.data.batch import MicroBatch
+from allranks.torch.data.batch import Cutting, MicroBatch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.collate import copied, map_arguments, tensors_of_arguments
 from allranks.torch.data.open_data import open_data
@@ -256,14 +256,10 @@ def _first_shard(task: Task, seed: int, precision: Precision, option: str) -> Mi
     opened = open_data(task.train_data(), task, seed, 0, "train_data")
     batches = GlobalBatches(
         source=opened.source,
+        cutting=Cutting(task.shards, rank=0, ranks=1, micro_batch=None, shard_alone=True),
         batch_size=task.batch_size,
-        shards=task.shards,
         last_batch="keep",
         seed=seed,
-        rank=0,
-        ranks=1,
-        micro_batch=None,
-        shard_alone=True,
         precision=precision,
         prefetch=1,
         order=opened.order,

@@ -16,9 +16,8 @@ al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -34,10 +33,9 @@ from allranks.torch.parallel.context.sequence import refused as not_cut
 from allranks.torch.parallel.data.tree import Tree, TreeSum
 from allranks.torch.parallel.pipeline.staged import not_alike
 from allranks.torch.parallel.pipeline.strategy import Pipeline
-from allranks.torch.parallel.sharded.gradients import StagedGradients, check_no_hooks
-from allranks.torch.parallel.tensor.cutting import CutModel, cut_model, nothing_to_cut
+from allranks.torch.parallel.sharded.gradients import StagedGradients
+from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
-from allranks.torch.parallel.tensor.plan import CutPlan, default_plan, explicit_plan, refused
 from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -50,17 +48,12 @@ ASKED = "--strategy mesh"
 class ThreeAxes(Pipeline):
     """Pipelines of cut stages, in copies. Sends what pipelines and tensor parallelism send."""
 
-    name = "mesh"
     has_whole_passes = True
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         if not self.shard_alone:  # along the tree it is summed as in one process, in its dtype
             self.tally_type = torch.float64
-
-    @property
-    def shard_alone(self) -> bool:
-        return bool(self.context.options["reduce"] == "tree")
 
     def chosen_schedule(self) -> tuple[str, int]:
         schedule = self.context.options["schedule"]
@@ -76,8 +69,7 @@ class ThreeAxes(Pipeline):
 
     def cut_stages(self, model: nn.Module) -> Layout:
         """Every rank cuts all stages, so that all know the shapes of other ranks' parts."""
-        ranks = self.exchange.comm.size
-        layout = self._cut_layers(model, ranks) if ranks > 1 else self.layout
+        layout = self._cut_layers(model) if self.exchange.comm.size > 1 else self.layout
         how = self.context.precision, self.context.scope
         self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
         inside = [set(stage.modules()) for stage in self.stages.modules]
@@ -85,15 +77,11 @@ class ThreeAxes(Pipeline):
         self.cut_passes.stages = [at for at, modules in enumerate(inside) if blocks & modules]
         return layout
 
-    def _cut_layers(self, model: nn.Module, ranks: int) -> Layout:
-        check_no_hooks(model, ASKED)
+    def _cut_layers(self, model: nn.Module) -> Layout:
         if self.context.options["sequence"]:
             self.blocks = self._blocks_in_stages(model)
         stages = nn.ModuleList(self.stages.modules)
-        plan = _plan_of(stages, model, self.task.tensor_plan(model), ranks)
-        if not plan.cuts:
-            raise nothing_to_cut(ASKED, ranks)
-        self.cut = cut_model(stages, plan, self.exchange, model)
+        self.cut = cut_layers(self.task, model, self.exchange, ASKED, inside=stages)
         mesh = mesh_of(self.exchange.comm, [(TENSOR, self.exchange.comm)])
         return Layout(self.exchange.comm, self.cut.cuts, mesh, self.exchange.all)
 
@@ -131,7 +119,7 @@ class ThreeAxes(Pipeline):
         with self.exchange.opened("control"):
             return super().recompute(batch)
 
-    def passed(self, run: Callable[[], Any], stage: int) -> Any:
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
         return self.cut_passes.passed(run, stage)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -205,21 +193,4 @@ class ThreeAxes(Pipeline):
         rows = map(json.loads, self.comm.gather_texts(json.dumps(local_bytes)))
         tally = self.step.layout.size * self.step.layout.like.element_size()
         along = self.tally_bytes() if self.shard_alone else tally
-        messages = *(round(nbytes) for row in rows for nbytes in row), tally, along
-        return Workload(messages, self.comm.size, self.task.shards, shares=self.dealt)
-
-
-def _plan_of(
-    stages: nn.ModuleList, model: nn.Module, task_plan: Mapping[str, Any] | None, ranks: int
-) -> CutPlan:
-    """The plan for the layers of all stages; a block must be in a single stage."""
-    if task_plan is None:
-        return default_plan(stages, ranks)
-    names = {id(module): name for name, module in stages.named_modules()}
-    ways: dict[str, Any] = {}
-    for pattern, way in task_plan.items():
-        modules = [m for name, m in model.named_modules() if fnmatchcase(name, pattern)]
-        if not modules:
-            raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
-        ways |= {names[id(module)]: way for module in modules if id(module) in names}
-    return explicit_plan(stages, ranks, ways)
+        return self.work(*(round(nbytes) for row in rows for nbytes in row), tally, along)

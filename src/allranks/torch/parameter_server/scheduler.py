@@ -413,10 +413,10 @@ class SchedulerTrainer(Trainer):
             queue, options["servers"], strategy.digest, listener, world.secret, kind, self._report
         )
         service.start()
-        self._resources.on_close(service.close)
+        self._resources.callback(service.close)
         self.heartbeat.enter("exchange")
         links = self._linked(service, options["patience_s"])
-        self._resources.on_close(links.close)
+        self._resources.callback(links.close)
         if strategy.step.probe is not None:
             self._check_traced()
         if strategy.step.probe is not None or self.evaluation_plan.is_over:

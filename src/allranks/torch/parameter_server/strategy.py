@@ -110,7 +110,6 @@ class Side:
 class ParameterServer(Strategy):
     """The layout of the weights on the servers. Each process sets `workers` at its start."""
 
-    name = "ps"
     workers = 1
     tables: Sequence[PlacedTable] = ()
     """The tables of which only rows are communicated."""

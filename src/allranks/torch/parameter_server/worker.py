@@ -61,9 +61,7 @@ class Reader:
             self.close()
             if chunk.part not in self._batches:
                 batches = self.trainer.task_data.batches
-                self._batches[chunk.part] = dataclasses.replace(
-                    batches, rank=chunk.part, ranks=self.parts
-                )
+                self._batches[chunk.part] = batches.of_reader(chunk.part, self.parts)
             epoch, step = divmod(chunk.first, self.per_epoch)
             done = Progress(epoch, step, chunk.first, updates=chunk.first)
             self._open = self._batches[chunk.part].after(done, 2**31, None)

@@ -40,6 +40,12 @@ class Gradients:
     ) -> None:
         self.parameters, self.flats, self.exact = parameters, list(flats), exact
         self._are_dense = are_dense
+        self.known_norms: Tensor | None = None
+        """Sums over ranks from which a norm follows, until gradients change."""
+
+    def local_parts(self) -> list[Tensor]:
+        """The tensors of this rank."""
+        return gradients_of(self.parameters)
 
     def settle(self, unused: Sequence[int]) -> None:
         """Let every parameter have a gradient, but the `unused` ones."""
@@ -50,11 +56,12 @@ class Gradients:
 
     def follow(self, parameters: list[nn.Parameter]) -> None:
         """Be the gradient of these: other ones are trained than the step began with."""
-        self.parameters, self.flats = parameters, []
+        self.parameters, self.flats, self.known_norms = parameters, [], None
 
     def add(self, value: Tensor) -> None:
         """Add the gradient of `value`, which every rank has computed alike from whole weights."""
         value.backward()
+        self.known_norms = None
 
     def tensors(self) -> list[Tensor | None]:
         """What this rank holds of the gradient of each parameter; `None` where there is none."""
@@ -62,11 +69,12 @@ class Gradients:
 
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all of it."""
-        multiply_(self.flats or gradients_of(self.parameters), factor)
+        multiply_(self.flats or self.local_parts(), factor)
+        self.known_norms = None
 
     def sign_(self) -> None:
         """Let their signs be all that is left of them; what is not a number stays so."""
-        for tensor in self.flats or gradients_of(self.parameters):
+        for tensor in self.flats or self.local_parts():
             tensor.sign_()
 
     def norm(self, *, clips: bool, left_out: bool) -> float:

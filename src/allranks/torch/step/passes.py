@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,17 +130,6 @@ def unrelated_input(asked: str) -> RequestError:
 # pass, uses zeros in place of the gradients while `is_on`.
 
 
-class StepPass(Protocol):
-    """The step, as its padding passes use it."""
-
-    scope: Scope
-    user_backward: UserBackwardGuard
-
-    def output(self, batch: Batch, micro: MicroBatch) -> Any: ...
-
-    def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]: ...
-
-
 SAMPLES_FOR_OTHERS = 2  # some models drop the dimension of the samples if there is one
 
 
@@ -151,7 +140,7 @@ class PassesForOthers:
     `are_short`, as with unequal shares, they have two samples.
     """
 
-    def __init__(self, step: StepPass, equal_passes: bool = True) -> None:
+    def __init__(self, step: Passes, equal_passes: bool = True) -> None:
         self.step, self.equal_passes = step, equal_passes
         self.is_on = self.are_short = False
         self._outputs: list[list[Tensor]] = []
@@ -259,8 +248,7 @@ class StepParts:
 class Passes:
     """The passes of one rank through the model, and what it must know of its parameters.
 
-    `leaves` makes the passes of a step. A strategy whose sums overlap with backward, as `ddp`,
-    makes them itself in the same order.
+    `leaves` makes the passes of a step.
 
     `parameters` are those that the optimizer updates, in the order of the model. `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
@@ -364,13 +352,23 @@ class Passes:
 
     # --- the passes of a step -------------------------------------------------------------
 
-    def leaves(self, batch: Batch, tally: Tally) -> Iterator[Leaf]:
-        """Make the passes of all leaves; yields each when its gradients are in `.grad`."""
+    def leaves(
+        self, batch: Batch, tally: Tally, release: Callable[[], None] | None = None
+    ) -> Iterator[Leaf]:
+        """Make the passes of all leaves; yields each when its gradients are in `.grad`.
+
+        Calls `release` before the last backward pass of the step, whose gradients may leave as soon
+        as they are finished. A rank without samples calls it never.
+        """
         self.begin(batch)
         for leaf in batch.leaves:
             self.begin_leaf()
             for micro in leaf.micros:
-                self.backward(self.forward(micro, tally))
+                run_backward = self.forward(micro, tally)
+                is_last = leaf is batch.leaves[-1] and micro is leaf.micros[-1]
+                if release is not None and is_last and not self.observes(micro):
+                    release()
+                self.backward(run_backward)
             self.end_leaf(batch, leaf, tally)
             yield leaf
         self.end(batch)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ from allranks.training.progress import Progress, RankRequests, StepResult
 class Traits:
     """Set by the class of a strategy, or by an instance when it is constructed."""
 
-    name: ClassVar[str]
+    name: str
     can_be_compiled: bool = True
     """Whether forward passes may use a compiled model."""
     has_one_model: bool = True
@@ -108,8 +108,9 @@ class Traits:
 
 @dataclass(frozen=True)
 class StrategyContext:
-    """The arguments of a strategy: the task, the ranks, the options of its card, and so on."""
+    """The arguments of a strategy: its name, the task, the ranks, the options of its card, …"""
 
+    name: str
     task: Task
     comm: Comm
     scope: Scope
@@ -132,7 +133,7 @@ class Strategy(Traits, ABC):
 
     A step is `forward_backward`, then `reduce`, then `SharedStep.apply`, which all strategies
     share. `layout` says which parts of the parameters this rank holds. A strategy of whole weights
-    needs a `name` and `reduce`.
+    needs only `reduce`.
     """
 
     two_modes: TwoModes | None = None
@@ -144,7 +145,7 @@ class Strategy(Traits, ABC):
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
-        self.task, self.comm = context.task, context.comm
+        self.name, self.task, self.comm = context.name, context.task, context.comm
         self.built_with = context.precision  # the device on which the full model is built
         self.mesh = self.card.mesh(self.comm.size, context.options)
         self._axes: dict[str, Comm] = {}
@@ -178,10 +179,11 @@ class Strategy(Traits, ABC):
         """
         return self
 
-    @property
+    @cached_property
     def shard_alone(self) -> bool:
         """Whether gradients of each shard are computed and added separately (`--bitwise`)."""
-        return self.context.bitwise
+        reduce = self.context.options.get("reduce")
+        return self.context.bitwise if reduce is None else str(reduce) == "tree"
 
     @property
     def each_pass(self) -> bool:
@@ -309,7 +311,11 @@ class Strategy(Traits, ABC):
 
     def forward(self, data: Any) -> Any:
         """The output of the model for the data of a micro-batch, on all its ranks."""
-        return forward(self.task, self.step.call, data)
+        return self.passed(partial(forward, self.task, self.step.call, data))
+
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
+        """The output of a pass through the model, or a stage of it, in a step or an evaluation."""
+        return run()
 
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[..., None]
@@ -414,7 +420,7 @@ class Strategy(Traits, ABC):
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output of the model for evaluation data of this rank. No communication."""
-        return forward(self.step.call, data)
+        return self.passed(partial(forward, self.step.call, data))
 
     def evaluation_pass(self) -> AbstractContextManager[None]:
         """Around `eval_step` and the loss and metrics of its output."""
@@ -425,8 +431,12 @@ class Strategy(Traits, ABC):
     def workload(self) -> Workload:
         """What the bytes of a step depend on: by default one sum of the gradients and the tally."""
         gradients, tally = (p.nbytes for p in self.step.parameters), self.step.layout
-        summed = sum(gradients) + tally.size * tally.like.element_size()
-        return Workload((summed,), self.comm.size, self.task.shards, shares=self.dealt)
+        return self.work(sum(gradients) + tally.size * tally.like.element_size())
+
+    def work(self, *messages: int, **more: Any) -> Workload:
+        """The workload of a step with messages of so many bytes; `more` are other fields of it."""
+        ranks, shards = self.comm.size, self.task.shards
+        return Workload(messages, ranks, shards, shares=self.dealt, **more)
 
     @final
     def promised_bytes(self) -> int:

@@ -18,7 +18,7 @@ process, by threads in no fixed order: they differ from run to run, and the engi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,7 +208,6 @@ class Replica:
 class DP(Strategy):
     """Scatter rows over replicas in this process, gather their outputs, add their gradients up."""
 
-    name = "dp"
     can_be_compiled = False
     has_one_model = False
 
@@ -290,7 +289,9 @@ class DP(Strategy):
         parts = scattered(data, samples_in(pieces), shares, devices, CUT)
         for replica, share in reversed(list(zip(working, shares, strict=True))):
             replica.enter(step, share)  # the first one last: the process draws as in `single`
-        outputs = self._in_threads(working, parts)
+        is_grad = torch.is_grad_enabled()
+        works = [partial(self._run, *pair, is_grad) for pair in zip(working, parts, strict=True)]
+        outputs = in_threads([replica.thread for replica in working], works)
         for replica in working[1:]:
             scope.merge_moments(replica.scope)
             replica.entered()
@@ -312,16 +313,6 @@ class DP(Strategy):
             self._weights_are_out = True
         for replica in self.copies:
             replica.check()
-
-    def _in_threads(self, working: list[Replica], parts: list[Any]) -> list[Any]:
-        """The outputs of all replicas; after all have ended, raises the first error."""
-        is_grad = torch.is_grad_enabled()
-        futures = [
-            replica.thread.submit(self._run, replica, part, is_grad)
-            for replica, part in zip(working, parts, strict=True)
-        ]
-        wait(futures)
-        return [future.result() for future in futures]
 
     def _run(self, replica: Replica, part: Any, is_grad: bool) -> Any:
         """Run in the replica's thread, with the device, grad mode and autocast of the caller."""
@@ -351,6 +342,15 @@ class DP(Strategy):
             replica.thread.shutdown()
         self._unchecked()
         super().close()
+
+
+def in_threads(
+    threads: Sequence[ThreadPoolExecutor], works: Sequence[Callable[[], Any]]
+) -> list[Any]:
+    """The results of all works; after all have ended, raises the first error."""
+    futures = [thread.submit(work) for thread, work in zip(threads, works, strict=True)]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _mark(step: SharedStep, position: int, weight: Tensor) -> None:

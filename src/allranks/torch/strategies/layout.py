@@ -25,7 +25,8 @@ DTensors, or on meta, if other ranks hold them; `checkpoint.plan` decides which 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -321,6 +322,43 @@ class TwoAxes(UnitLayout):
         """Gathered over shards, then over the tensor axis."""
         part = whole(tensor.to(self.comm.device))
         return Layout.full(self, name, part) if isinstance(tensor, DTensor) else part
+
+
+# --- places --------------------------------------------------------------------------------------
+# The places of parameters in the modules of a model: (module, attribute).
+
+
+ParameterPlace = tuple[nn.Module, str]
+
+
+def places_of(*models: nn.Module) -> dict[str, list[ParameterPlace]]:
+    """The places of each parameter, by its first name in the first of the models.
+
+    Tied parameters have several.
+    """
+    names = {id(parameter): name for name, parameter in models[0].named_parameters()}
+    places: dict[str, list[ParameterPlace]] = {}
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(names[id(parameter)], []).append((module, attribute))
+    return places
+
+
+@contextmanager
+def exchanged_at(places: Sequence[ParameterPlace], tensors: Sequence[Any]) -> Iterator[None]:
+    """Within, these tensors are in these places."""
+    before = [module._parameters[attribute] for module, attribute in places]
+    _put_at(places, tensors)
+    try:
+        yield
+    finally:
+        _put_at(places, before)
+
+
+def _put_at(places: Sequence[ParameterPlace], tensors: Sequence[Any]) -> None:
+    for (module, attribute), tensor in zip(places, tensors, strict=True):
+        module._parameters[attribute] = tensor
 
 
 # --- training states -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ from allranks.torch.step.losses import forward
 from allranks.torch.step.passes import UNRELATED, unrelated_input
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import StrategyContext
+from allranks.torch.strategies.dp import in_threads
 
 # --- in flight -----------------------------------------------------------------------------------
 # Pieces of a micro-batch in flight through the parts of one model, in one process.
@@ -161,15 +162,6 @@ class InFlight:
             turns.end(self.number)
 
 
-def in_threads(pieces: Sequence[InFlight], works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of all works; after all have ended, raises the first error."""
-    futures: list[Future[Any]] = [
-        piece.thread.submit(work) for piece, work in zip(pieces, works, strict=True)
-    ]
-    wait(futures)
-    return [future.result() for future in futures]
-
-
 def threaded_backward(
     pieces: Sequence[InFlight], outputs: list[Any], done: Callable[[], None]
 ) -> list[Any]:
@@ -214,7 +206,7 @@ class _Backward(torch.autograd.Function):
             pairs = [(t, g) for t, g in ((t, next(incoming)) for t in outputs) if g is not None]
             works.append(_backward_of(piece, turns, pairs))
         try:
-            in_threads(ctx.pieces, works)
+            in_threads([piece.thread for piece in ctx.pieces], works)
         finally:
             ctx.done()
         return (None, None, None, None, *(None for _ in gradients))
@@ -237,7 +229,6 @@ TWO_DEVICES = re.compile(r"to be on the same device|is not on the expected devic
 class ModelParallel(Single):
     """Place parts of the model on devices; move activations; split micro-batches."""
 
-    name = "model-parallel"
     can_be_compiled = can_run_ahead = has_whole_passes = False
 
     def __init__(self, context: StrategyContext) -> None:
@@ -433,7 +424,7 @@ class ModelParallel(Single):
             for piece, part in zip(pieces, parts, strict=True)
         ]
         try:
-            outputs = in_threads(pieces, works)
+            outputs = in_threads([piece.thread for piece in pieces], works)
         finally:
             self._follow_whole()
         for piece in pieces:

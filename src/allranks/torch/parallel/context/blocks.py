@@ -136,10 +136,6 @@ class CutBlocks:
         cut.close()
         return output
 
-    def restore(self) -> None:
-        """Restore the forwards of the blocks."""
-        self.passes.restore()
-
 
 Which = Callable[[Tensor], TensorPart | None]
 

@@ -18,16 +18,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm, Pending
-from allranks.torch.parallel.tensor.exchange import TensorExchange
+from allranks.torch.parallel.tensor.exchange import TensorExchange, by_pair
 from allranks.torch.strategies.layout import part_sizes
 
 HEADS, ROWS = 1, 2  # dimensions of the inputs of attention: (sample, head, position, feature)
@@ -185,35 +185,45 @@ class ContextExchange(SequenceExchange):
     def all_rows(self, local: Tensor, span: Span) -> Tensor:
         if not self.folds:
             return super().all_rows(local, span)
-        most, ranks = max(span.sizes), self.comm.size
-        rows = local.movedim(POSITIONS, 0)
-        padded = rows.new_zeros(most, *rows.shape[1:])
-        padded[: span.local] = rows
-        all_of_them = padded.new_empty(ranks * most, *rows.shape[1:])
-        if self.kind == "gradients":
-            self.gathered += all_of_them.nbytes
-        self.comm.all_gather(all_of_them, padded, self.kind).wait()
-        return span.joined(all_of_them.split(most), 0).movedim(0, POSITIONS).contiguous()
+        most = max(span.sizes)
+        padded = local.new_zeros(local.shape[0], most, *local.shape[2:])
+        padded[:, : span.local] = local
+        whole = self.all(padded, POSITIONS, self.comm.size * most)
+        return span.joined(whole.split(most, POSITIONS), POSITIONS)
 
     def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
         """This rank's positions of a tensor that all ranks have. No communication."""
-        rows: Tensor = _OwnRows.apply(whole, span, dim)  # type: ignore[no-untyped-call]
-        return rows
+
+        def back(gradient: Tensor) -> Tensor:
+            shape = list(gradient.shape)
+            shape[dim] = span.whole
+            total = gradient.new_zeros(shape)
+            span.put_own(total, dim, gradient)
+            return total
+
+        return by_pair(lambda whole: span.own_part(whole, dim).contiguous(), back, whole)
 
     def whole_rows(self, local: Tensor, span: Span, *, is_last: bool) -> Tensor:
         """The positions of all ranks, (sample, position, feature); `is_last`: no block follows."""
-        rows: Tensor = _WholeRows.apply(self, local, span, is_last)  # type: ignore[no-untyped-call]
-        return rows
+
+        def back(gradient: Tensor) -> Tensor:
+            if is_last:
+                total = gradient * self.comm.size
+            else:
+                total = self.sum_(gradient.clone(memory_format=torch.contiguous_format))
+            return span.own_part(total, POSITIONS).contiguous()
+
+        return by_pair(partial(self.all_rows, span=span), back, local)
 
     def to_heads(self, local: Tensor, span: Span) -> Tensor:
         """Some heads of all positions, from all heads of this rank's positions."""
-        heads: Tensor = _ToHeads.apply(self, local, span)  # type: ignore[no-untyped-call]
-        return heads
+        to_heads = partial(self.heads_of_all_rows, span=span)
+        return by_pair(to_heads, partial(self.rows_of_all_heads, span=span), local)
 
     def to_rows(self, whole: Tensor, span: Span) -> Tensor:
         """All heads of this rank's positions, from some heads of all positions."""
-        rows: Tensor = _ToRows.apply(self, whole, span)  # type: ignore[no-untyped-call]
-        return rows
+        to_rows = partial(self.rows_of_all_heads, span=span)
+        return by_pair(to_rows, partial(self.heads_of_all_rows, span=span), whole)
 
     def heads_of_all_rows(self, local: Tensor, span: Span) -> Tensor:
         """(n, heads, t/P, d) -> (n, heads/P, t, d); one all-to-all."""
@@ -255,62 +265,3 @@ class ContextExchange(SequenceExchange):
             return RingMessage(outgoing, received, (going, coming))
         going = comm.send(outgoing, after, tag, self.kind)
         return RingMessage(outgoing, received, (going, comm.receive(received, before, tag)))
-
-
-class _OwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, span: Span, dim: int) -> Tensor:
-        ctx.span, ctx.dim = span, dim
-        return span.own_part(whole, dim).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        shape = list(gradient.shape)
-        shape[ctx.dim] = ctx.span.whole
-        whole = gradient.new_zeros(shape)
-        ctx.span.put_own(whole, ctx.dim, gradient)
-        return whole, None, None
-
-
-class _WholeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: ContextExchange, local: Tensor, span: Span, is_last: bool
-    ) -> Tensor:
-        ctx.exchange, ctx.span, ctx.is_last = exchange, span, is_last
-        return exchange.all_rows(local, span)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        exchange, span = ctx.exchange, ctx.span
-        if ctx.is_last:
-            total = gradient * exchange.comm.size
-        else:
-            total = exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))
-        return None, span.own_part(total, POSITIONS).contiguous(), None, None
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: ContextExchange, local: Tensor, span: Span) -> Tensor:
-        ctx.exchange, ctx.span = exchange, span
-        return exchange.heads_of_all_rows(local, span)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.rows_of_all_heads(gradient, ctx.span), None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: ContextExchange, whole: Tensor, span: Span) -> Tensor:
-        ctx.exchange, ctx.span = exchange, span
-        return exchange.rows_of_all_heads(whole, span)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.heads_of_all_rows(gradient, ctx.span), None

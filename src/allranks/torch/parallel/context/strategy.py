@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -33,7 +32,6 @@ from allranks.torch.step.tally import Tally
 class ContextParallel(DDP):
     """Cut sequences over the axis `context`. Sends activations, and sums gradients as `ddp`."""
 
-    name = "context"
     can_be_compiled = computes_alone = has_whole_passes = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
@@ -68,12 +66,9 @@ class ContextParallel(DDP):
         if self.blocks is not None:
             self.step.share = 1 / self.exchange.comm.size
 
-    def forward(self, data: Any) -> Any:
-        run = partial(super().forward, data)
-        return run() if self.blocks is None else self._passed(run)
-
-    def _passed(self, run: Callable[[], Any]) -> Any:
-        assert self.blocks is not None
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
+        if self.blocks is None:
+            return run()
         return self.blocks.passed(run, self.context.precision, self.context.scope)
 
     def forward_backward(self, batch: Batch) -> Tally:
@@ -82,18 +77,13 @@ class ContextParallel(DDP):
         self.steps += 1
         return tally
 
-    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        run = partial(super().eval_step, data, forward)
-        return run() if self.blocks is None else self._passed(run)
-
     def workload(self) -> Workload:
         """Bytes swapped, gathered, all-reduced, passed on; of gradients, tally: of all steps."""
         exchange, steps = self.exchange, max(1, self.steps)
         nbytes = exchange.swapped, exchange.gathered, exchange.reduced, exchange.passed_on
-        flats = steps * sum(super().workload().messages)
-        return Workload((*nbytes, flats), self.comm.size, self.task.shards, steps=steps)
+        return self.work(*nbytes, steps * sum(super().workload().messages), steps=steps)
 
     def close(self) -> None:
         if self.blocks is not None:
-            self.blocks.restore()
+            self.blocks.passes.restore()
         super().close()

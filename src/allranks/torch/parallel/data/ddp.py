@@ -11,7 +11,7 @@ applies gradients one step late: `late_ddp`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +34,6 @@ from allranks.torch.strategies.base import Strategy, StrategyContext
 class DDP(Strategy):
     """Sum buckets of gradients over all ranks, overlapped with backward."""
 
-    name = "ddp"
     computes_alone = has_whole_passes = True
 
     @cached_property
@@ -42,10 +41,6 @@ class DDP(Strategy):
         """The reducer, with its options."""
         picked: Picked = self.context.options.get("reduce", Picked("mean"))
         return picked
-
-    @property
-    def shard_alone(self) -> bool:
-        return self.reduced_by.name == "tree"
 
     def _build_reducer(self) -> Reducer:
         kind = load(REDUCERS[self.reduced_by.name])
@@ -96,14 +91,11 @@ class DDP(Strategy):
 
     def workload(self) -> Workload:
         buckets = self.buckets
-        return Workload(
-            messages=tuple(flat.nbytes for flat in buckets.flats),
-            ranks=self.comm.size,
-            shards=self.task.shards,
+        return self.work(
+            *(flat.nbytes for flat in buckets.flats),
             gradients=sum(gradients.numel() for gradients in buckets.gradients),
             tally=buckets.tally.nbytes,
             shapes=tuple(shapes_of(bucket) for bucket in buckets.buckets),
-            shares=self.dealt,
         )
 
     def forward_backward(self, batch: Batch) -> Tally:
@@ -112,20 +104,11 @@ class DDP(Strategy):
         There is one leaf, with all shards of this rank, except with `reduce=tree`, where each shard
         is a leaf. A rank without samples releases nothing: `reduce` launches its zeros.
         """
-        step, buckets, last = self.step, self.buckets, batch.leaves[-1]
+        buckets, last = self.buckets, batch.leaves[-1]
         buckets.begin()
-        step.begin(batch)
-        for leaf in batch.leaves:
-            step.begin_leaf()
-            for micro in leaf.micros:
-                backward = step.forward(micro, self.tally)
-                if leaf is last and micro is leaf.micros[-1] and not step.observes(micro):
-                    buckets.release(leaf.shards)  # each is summed as soon as it is finished
-                step.backward(backward)
-            step.end_leaf(batch, leaf, self.tally)
+        for leaf in self.step.leaves(batch, self.tally, partial(buckets.release, last.shards)):
             if leaf is not last:
                 buckets.add_leaf(leaf.shards)
-        step.end(batch)
         return self.tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

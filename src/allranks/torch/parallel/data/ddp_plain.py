@@ -18,7 +18,6 @@ from allranks.torch.strategies.base import Strategy
 class DDPPlain(Strategy):
     """All-reduce every gradient. Sends 2(N-1)/N of the gradients and the tally."""
 
-    name = "ddp-plain"
     computes_alone = can_run_ahead = has_whole_passes = True
 
     def forward_backward(self, batch: Batch) -> Tally:

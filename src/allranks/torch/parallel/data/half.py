@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allranks.strategies.reduction_tree import Span
 from allranks.strategies.shards import rows_of
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.comm.comm import Comm, Pending
@@ -42,10 +42,9 @@ class Half(Reducer):
     """An all-to-all and an all-gather per bucket.
     Sends 2(N-1)/N of 2 bytes per gradient + tally."""
 
-    kind: ClassVar[torch.dtype]
-
-    def __init__(self, comm: Comm, shards: int) -> None:
+    def __init__(self, kind: torch.dtype, comm: Comm, shards: int) -> None:
         super().__init__(comm, shards)
+        self.kind = kind
         self._exchanges: list[_HalfExchange] = []
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
@@ -61,39 +60,21 @@ class Half(Reducer):
             matches = [*_matching(gradients, outgoing.gradients), *_matching(tally, outgoing.tally)]
             self._exchanges.append(_HalfExchange(outgoing, received, total, matches))
 
-    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
-        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
+    def exchange(self, bucket: int) -> Iterator[Pending]:
         if self.comm.size == 1:
             return
         exchange = self._exchanges[bucket]
         exchange.round()
         outgoing, received = exchange.outgoing.bytes, exchange.received.bytes
         sizes = [outgoing.shape[1]] * self.comm.size
-        exchange.pending = self.comm.all_to_all(received.view(-1), outgoing.view(-1), sizes, sizes)
-
-    def finish(self) -> None:
-        if self.comm.size == 1:
-            return
-        for exchange in self._exchanges:
-            exchange.pending.wait()
-            exchange.add()
-            sums, total = exchange.outgoing.bytes, exchange.total.bytes
-            exchange.pending = self.comm.all_gather(sums.view(-1), total.view(-1))
-        for exchange in self._exchanges:
-            exchange.pending.wait()
-            exchange.unpack()
+        yield self.comm.all_to_all(received.view(-1), outgoing.view(-1), sizes, sizes)
+        exchange.add()
+        yield self.comm.all_gather(outgoing.view(-1), exchange.total.bytes.view(-1))
+        exchange.unpack()
 
 
-class FP16(Half):
-    """11 bits of precision, from 6e-8 to 65,504."""
-
-    kind = torch.float16
-
-
-class BF16(Half):
-    """8 bits of precision, the range of float32."""
-
-    kind = torch.bfloat16
+fp16 = partial(Half, torch.float16)
+bf16 = partial(Half, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -123,7 +104,7 @@ def _matching(values: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [*pairs, (values[whole.numel() :], rows[full, :remainder])] if remainder else pairs
 
 
-@dataclass
+@dataclass(frozen=True)
 class _HalfExchange:
     """One bucket in flight. `outgoing` is reused for the sums of all ranks after it was sent."""
 
@@ -131,7 +112,6 @@ class _HalfExchange:
     received: _HalfRows
     total: _HalfRows
     matches: list[tuple[Tensor, Tensor]]
-    pending: Pending = field(default_factory=Pending)
 
     def round(self) -> None:
         """Copy the bucket into the outgoing rows; this rounds the gradients."""

@@ -211,9 +211,8 @@ class LateDDP(DDP):
 
     def workload(self) -> Workload:
         flats, tally = self.late.filling.flats, self.counts.buckets[0].flat.nbytes
-        messages = *(flat.nbytes for flat in flats), tally
         numbers = sum(part.numel() for part in self.late.filling.gradients)
-        return Workload(messages, self.comm.size, self.task.shards, gradients=numbers, tally=tally)
+        return self.work(*(flat.nbytes for flat in flats), tally, gradients=numbers, tally=tally)
 
     def forward_backward(self, batch: Batch) -> Tally:
         filling, last = self.late.filling, batch.leaves[-1]

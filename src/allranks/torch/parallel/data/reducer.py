@@ -7,8 +7,7 @@ bucket holds the sum over all leaves of all ranks, the same on every rank.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +33,16 @@ class Bucket:
     views: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Reducer(ABC):
-    """Sums buckets over the ranks of `comm`. Buckets are identified by their index."""
+class Reducer:
+    """Sums buckets over the ranks of `comm`. Buckets are identified by their index.
+
+    A subclass defines `exchange`. Buckets are in flight at once, in one order on all ranks.
+    """
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
         self.buckets: Sequence[Bucket] = ()
+        self._under_way: list[tuple[Iterator[Pending], Pending]] = []
 
     @property
     def multiple(self) -> int:
@@ -60,16 +63,34 @@ class Reducer(ABC):
         Only an order of sums that follows the shards depends on it.
         """
 
-    @abstractmethod
+    def exchange(self, bucket: int) -> Iterator[Pending]:
+        """Sum a bucket over all ranks, here by one all-reduce.
+
+        Yields each message that it has begun, and continues when that has arrived.
+        """
+        flat = self.buckets[bucket].flat
+        yield self.comm.all_reduce(flat)
+
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
         """Add a leaf of this rank; all ranks use the same order of buckets.
 
         With the `last` leaf the exchange begins; after any other the bucket is zero again.
         """
+        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
+        self.advance(self.exchange(bucket))
 
-    @abstractmethod
+    def advance(self, messages: Iterator[Pending]) -> None:
+        """Begin the next message of an exchange, if it has another one."""
+        if (pending := next(messages, None)) is not None:
+            self._under_way.append((messages, pending))
+
     def finish(self) -> None:
         """Wait until every bucket holds its sum over all ranks."""
+        while self._under_way:
+            under_way, self._under_way = self._under_way, []
+            for messages, pending in under_way:
+                pending.wait()
+                self.advance(messages)
 
     def sum_apart(self, leaves: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Sum flat tensors, one for each leaf of this rank, in the order of this reducer.
@@ -106,22 +127,8 @@ class Reducer(ABC):
 class Mean(Reducer):
     """One all-reduce per bucket. Sends 2(N-1)/N of its bytes."""
 
-    def __init__(self, comm: Comm, shards: int) -> None:
-        super().__init__(comm, shards)
-        self._under_way: list[Pending] = []
-
     def room(self, count: int, like: Tensor) -> Tensor:
         return self.comm.zeros(count, like)
-
-    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
-        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
-        flat = self.buckets[bucket].flat
-        self._under_way.append(self.comm.all_reduce(flat))
-
-    def finish(self) -> None:
-        for pending in self._under_way:
-            pending.wait()
-        self._under_way.clear()
 
 
 # --- exact norm ----------------------------------------------------------------------------------

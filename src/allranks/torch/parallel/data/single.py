@@ -18,7 +18,6 @@ from allranks.torch.strategies.base import Strategy
 class Single(Strategy):
     """Forward, backward, update. Sends nothing."""
 
-    name = "single"
     can_run_ahead = has_whole_passes = True
 
     def forward_backward(self, batch: Batch) -> Tally:
@@ -30,19 +29,18 @@ class Single(Strategy):
     def _along_the_tree(self, batch: Batch) -> Tally:
         """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""
         step, tree, tally = self.step, TreeSum(self.task.shards), self.step.layout.tally()
-        step.begin(batch)
-        for leaf in batch.leaves:
-            tally.tensor.zero_()
-            for parameter in step.parameters:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-            step.begin_leaf()
-            for micro in leaf.micros:
-                step.backward(step.forward(micro, tally))
-            step.end_leaf(batch, leaf, tally)
+        self._to_zeros()
+        for leaf in step.leaves(batch, tally):
             gradients = all_gradients(step.parameters)
             tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally.tensor])
-        step.end(batch)
+            self._to_zeros()
+            tally.tensor.zero_()
         *gradients, total = tree.total()
         for parameter, gradient in zip(step.parameters, gradients, strict=True):
             parameter.grad = gradient
         return step.layout.tally(total)
+
+    def _to_zeros(self) -> None:
+        """As buckets begin: a gradient that is accumulated into zeros has no -0.0."""
+        for parameter in self.step.parameters:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)

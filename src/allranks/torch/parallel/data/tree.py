@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -165,7 +164,6 @@ class Tree(Reducer):
     def __init__(self, comm: Comm, shards: int) -> None:
         super().__init__(comm, shards)
         self._trees: dict[int, TreeSum] = {}
-        self._under_way: list[_TreeExchange] = []
         self._chunks = TreeChunks(comm, shards)
         self._in_place = TreeInPlace(comm, shards) if share_memory(comm.of_torch) else None
         rounds = rounds_of_pairs(shards, comm.size) or 0
@@ -203,48 +201,24 @@ class Tree(Reducer):
         else:
             tree.add(leaf, [flat], borrowed=False)
             roots = [tensors[0] for _, tensors in tree.roots]
-        if self.comm.size == 1:
-            exchange = _TreeExchange(flat, roots[0], Pending())
-        elif self._in_place and self._in_place.has(bucket):
-            exchange = _TreeExchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
+        if self.comm.size > 1:
+            self.advance(self._joined(bucket, roots))
+        roots.clear()  # sent from copies, or from the bucket
+
+    def _joined(self, bucket: int, roots: list[Tensor]) -> Iterator[Pending]:
+        """Finish the tree over the ranks, of which this one holds `roots`."""
+        flat = self.buckets[bucket].flat
+        if self._in_place and self._in_place.has(bucket):
+            yield self._in_place.begin(bucket, roots)
         elif self._in_pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
             # this rank has one root, completed by the last leaf, whose memory is the bucket
-            first = self.comm.add_in_pair(flat, self._pairs[0])
-            exchange = _TreeExchange(flat, flat, first, in_pairs=True, is_whole=True)
+            for pair in self._pairs:
+                yield self.comm.add_in_pair(flat, pair)
         else:
-            exchange = _TreeExchange(flat, *self._chunks.send_roots(roots))
-        self._under_way.append(exchange)
-
-    def finish(self) -> None:
-        for exchange in self._under_way:
-            exchange.pending.wait()
-            if self.comm.size > 1 and not exchange.is_whole:
-                chunk = exchange.flat.numel() // self.comm.size
-                total = self._chunks.total(exchange.local, chunk)
-                exchange.pending = self.comm.all_gather(exchange.flat, total)
-        paired = [exchange for exchange in self._under_way if exchange.in_pairs]
-        for pair in self._pairs[1:]:
-            for exchange in paired:
-                exchange.pending = self.comm.add_in_pair(exchange.local, pair)
-            for exchange in paired:
-                exchange.pending.wait()
-        for exchange in self._under_way:
-            exchange.pending.wait()
-        self._under_way.clear()
-
-
-@dataclass
-class _TreeExchange:
-    """A bucket in flight: `local` is this rank's root, or the chunks received of all roots.
-
-    If it `is_whole`, the sum is of the whole bucket, not by chunks.
-    """
-
-    flat: Tensor
-    local: Tensor
-    pending: Pending
-    in_pairs: bool = False
-    is_whole: bool = False
+            received, pending = self._chunks.send_roots(roots)
+            yield pending
+            total = self._chunks.total(received, flat.numel() // self.comm.size)
+            yield self.comm.all_gather(flat, total)
 
 
 # --- chunk tree ----------------------------------------------------------------------------------

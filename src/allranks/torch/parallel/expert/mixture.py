@@ -20,45 +20,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
 from allranks.torch.accelerator import holds, tensor_of
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import OfShard, full_type
+from allranks.torch.parallel.tensor.exchange import TensorExchange, by_pair
 
 END = -1  # in place of a layer: the forward pass is over
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
 
-class ExpertExchange:
+class ExpertExchange(TensorExchange):
     """The ranks of `comm`, each with the same number of experts, in order.
 
     `exchanged` are the bytes of rows that steps have sent to other ranks, by the rows that were
     routed there. `is_idle` tells whether a pass is made only for other ranks: then this rank sends
-    no rows. Messages are counted as `kind`; `room` is the largest number of experts of a layer.
+    no rows. `room` is the largest number of experts of a layer.
     """
 
     def __init__(self, comm: Comm, is_idle: Callable[[], bool]) -> None:
-        self.comm, self.is_idle = comm, is_idle
-        self.kind, self.exchanged, self.room = "control", 0, 0
-
-    @contextmanager
-    def opened(self, kind: str) -> Iterator[None]:
-        """Within, messages of passes are of that kind."""
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
+        super().__init__(comm)
+        self.is_idle, self.exchanged, self.room = is_idle, 0, 0
 
     def computed(self, rows: Tensor, counts: list[list[int]], compute: Compute) -> Tensor:
         """The outputs of the experts of all ranks for rows that are sorted by expert.
@@ -113,22 +104,8 @@ class ExpertExchange:
 
 def exchanged(exchange: ExpertExchange, rows: Tensor, gives: list[int], takes: list[int]) -> Tensor:
     """`ExpertExchange.exchange_rows`; backward sends the gradients the other way."""
-    output: Tensor = _Exchanged.apply(exchange, rows, gives, takes)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: ExpertExchange, rows: Tensor, gives: list[int], takes: list[int]
-    ) -> Tensor:
-        ctx.exchange, ctx.gives, ctx.takes = exchange, gives, takes
-        return exchange.exchange_rows(rows, gives, takes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.exchange_rows(gradient, ctx.takes, ctx.gives), None, None
+    there = partial(exchange.exchange_rows, gives=gives, takes=takes)
+    return by_pair(there, partial(exchange.exchange_rows, gives=takes, takes=gives), rows)
 
 
 def _by_expert(rows: Tensor, sizes: list[list[int]]) -> Tensor:

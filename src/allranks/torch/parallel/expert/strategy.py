@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
@@ -28,12 +28,11 @@ from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.reducer import Mean
 from allranks.torch.parallel.expert.mixture import ExpertExchange, ExpertLayer
 from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
-from allranks.torch.parallel.tensor.cutting import local_parameter
-from allranks.torch.parallel.tensor.exchange import TensorExchange
+from allranks.torch.parallel.tensor.cutting import local_parameter, no_whole_weights
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.strategies.layout import ROWS, Cut, Layout, mesh_of
+from allranks.torch.strategies.layout import ROWS, Cut, Layout, exchanged_at, mesh_of
 
 NAME = "--strategy expert"
 
@@ -41,14 +40,12 @@ NAME = "--strategy expert"
 class Experts(Strategy):
     """Cut the experts over the axis `expert`. Sends rows of tokens, and what the card says."""
 
-    name = "expert"
     equal_passes = can_run_ahead = True
     can_be_compiled = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         axis = self.axis(EXPERT)
         self.exchange = ExpertExchange(axis, lambda: self.step.for_others.is_on)
-        self.weights = TensorExchange(axis)  # to gather experts, for a regularizer
         self.steps = 0
         self.cuts: dict[str, Cut] = {}
         self.slots: list[tuple[nn.Module, str, int]] = []
@@ -69,7 +66,7 @@ class Experts(Strategy):
         if not mixtures:
             raise _no_mixture()
         if self.task.overrides("initialise"):
-            raise _no_whole_weights()
+            raise no_whole_weights(NAME)
         if self.context.scope.looked_up:
             raise _bounded_tables()
         check_no_hooks(model, NAME)
@@ -95,7 +92,7 @@ class Experts(Strategy):
                 if whole is None:
                     continue
                 if id(whole) not in done:
-                    done[id(whole)] = local_parameter(whole, 0, self.weights)
+                    done[id(whole)] = local_parameter(whole, 0, self.exchange)
                     self.cuts[names[id(whole)]] = Cut(torch.empty_like(whole, device="meta"))
                 mixture._parameters[name] = done[id(whole)]
                 self.slots.append((mixture, name, mixture.experts))
@@ -142,12 +139,9 @@ class Experts(Strategy):
         self.steps += 1
         return self.tally
 
-    def recompute(self, batch: Batch) -> Tally:
-        with self.exchange.opened("control"):
-            return super().recompute(batch)
-
-    def forward(self, data: Any) -> Any:
-        output = super().forward(data)
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
+        """All ranks call this equally often: rows are sent to the ranks of their experts."""
+        output = run()
         if self.cuts:
             self.exchange.close_pass()
         return output
@@ -163,28 +157,17 @@ class Experts(Strategy):
         cut = self.cut if self.cuts else ()
         return local, SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)
 
-    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        """All ranks call this equally often: rows are sent to the ranks of their experts."""
-        with self.exchange.opened("control"):
-            output = super().eval_step(data, forward)
-            if self.cuts:
-                self.exchange.close_pass()
-        return output
-
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Gathers the experts; differentiable to the parts."""
-        parts: list[Any] = [module._parameters[name] for module, name, _ in self.slots]
-        with self.weights.remembered():
-            for module, name, experts in self.slots:
-                part: Any = module._parameters[name]
-                gathered: Any = self.weights.whole_weight(part, ROWS, experts)
-                module._parameters[name] = gathered
-        try:
+        gathered: dict[int, Tensor] = {}  # by the id of a part; tied ones are gathered once
+        parts = [(module._parameters[name], experts) for module, name, experts in self.slots]
+        for part, experts in parts:
+            if part is not None and id(part) not in gathered:
+                gathered[id(part)] = self.exchange.whole(part, ROWS, experts)
+        places = [(module, name) for module, name, _ in self.slots]
+        with exchanged_at(places, [gathered[id(part)] for part, _ in parts]):
             yield
-        finally:
-            for (module, name, _), parameter in zip(self.slots, parts, strict=True):
-                module._parameters[name] = parameter
 
     def workload(self) -> Workload:
         """Bytes of rows to other ranks, of sums over all ranks, and of sums over copies.
@@ -193,9 +176,8 @@ class Experts(Strategy):
         """
         tally = self.tally.tensor.nbytes if self.shared is None else 0
         shared, experts = tally + _bytes_of(self.shared), _bytes_of(self.expert_buckets)
-        messages = self.exchange.exchanged, self.steps * shared, self.steps * experts
-        steps = max(1, self.steps)
-        return Workload(messages, self.comm.size, self.task.shards, steps=steps)
+        sums = self.steps * shared, self.steps * experts
+        return self.work(self.exchange.exchanged, *sums, steps=max(1, self.steps))
 
 
 def _bytes_of(buckets: Buckets | None) -> int:
@@ -236,13 +218,4 @@ def _bounded_tables() -> RequestError:
         found="a table with max_norm, whose rows are shortened where they are looked up",
         why="a rank without a sample goes through the model with those of others, for its experts",
         do="--strategy ddp, or no max_norm",
-    )
-
-
-def _no_whole_weights() -> RequestError:
-    return RequestError(
-        asked=f"{NAME} with initialise(model, inputs) of the task",
-        found="weights that are set from the first batch",
-        why="each rank holds a part of them by then",
-        do="set them in model(), or --strategy ddp",
     )

@@ -71,18 +71,6 @@ class TensorMeta:
         rows: list[Any] = _parsed(self.text)[1]
         return rows
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its tensors."""
-        return sum(math.prod(shape) * DTYPES[kind].itemsize for kind, shape, *_ in self.rows)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the gradients of its tensors."""
-        return sum(
-            math.prod(shape) * DTYPES[kind].itemsize for kind, shape, _, wants in self.rows if wants
-        )
-
 
 def _row(kind: torch.dtype, shape: Sequence[int], stride: Sequence[int], wants: bool) -> list[Any]:
     return [NAMES[kind], list(shape), list(stride), wants]

@@ -35,7 +35,7 @@ from allranks.torch.random.dropout import DROPOUTS
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.strategies.layout import Layout, StageLayout
+from allranks.torch.strategies.layout import Layout, StageLayout, exchanged_at, places_of
 from allranks.torch.task import Task
 
 # --- balance -------------------------------------------------------------------------------------
@@ -327,10 +327,6 @@ class Staged(Strategy):
         self._check_optimizer()  # hyper-parameters may have changed
         return super().updating(gradients)
 
-    def passed(self, run: Callable[[], Any], stage: int) -> Any:
-        """Run a stage for one micro-batch, or for one batch of an evaluation."""
-        return run()
-
     def sum_tied(self) -> None:
         """Sum the gradients of tied weights over all stages that hold them.
 
@@ -365,18 +361,13 @@ class Staged(Strategy):
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Within, every rank has all weights in full. Sends all weights (`control`)."""
-        slots = _slots(self.model)
-        params = dict(self.model.named_parameters())
-        whole = {name: self.whole_weight(name, parameter) for name, parameter in params.items()}
-        for name, places in slots.items():
-            for module, attribute in places:
-                module._parameters[attribute] = whole[name]  # type: ignore[assignment]
-        try:
+        named = self.model.named_parameters()
+        whole = {name: self.whole_weight(name, parameter) for name, parameter in list(named)}
+        places = [
+            (place, whole[name]) for name, of in places_of(self.model).items() for place in of
+        ]
+        with exchanged_at([place for place, _ in places], [tensor for _, tensor in places]):
             yield
-        finally:
-            for name, places in slots.items():
-                for module, attribute in places:
-                    module._parameters[attribute] = params[name]
 
     def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A full weight, for a loss that every rank computes; every rank calls this."""
@@ -413,8 +404,7 @@ class Staged(Strategy):
         ranks, summed = self.line.size, float(self.tally_bytes())
         for parameter, comm in self._summed:
             summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
-        messages = *map(round, self.crossed()), round(summed)
-        return Workload(messages, self.comm.size, self.task.shards)
+        return self.work(*map(round, self.crossed()), round(summed))
 
 
 def not_alike(some: Comm, ranks: Comm) -> Comm:
@@ -427,20 +417,9 @@ def not_alike(some: Comm, ranks: Comm) -> Comm:
     return some
 
 
-def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """The places of each parameter of a model, by its first name; tied ones have several."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(name_of[id(parameter)], []).append((module, attribute))
-    return places
-
-
 def _replace_by_meta(model: nn.Module, local_names: set[str]) -> None:
     """Replace the weights that this rank does not hold by meta tensors."""
-    places, named = _slots(model), dict(model.named_parameters())
+    places, named = places_of(model), dict(model.named_parameters())
     for name, parameter in named.items():
         if name not in local_names:
             meta = torch.empty_like(parameter, device="meta", requires_grad=False)

@@ -47,7 +47,6 @@ from allranks.torch.strategies.base import StrategyContext
 class Pipeline(Staged):
     """Run the schedule of its name. Sends activations, their gradients, and the tally."""
 
-    name = "gpipe"
     equal_passes = can_run_ahead = True
     passes_meet_readers = False
     can_be_compiled = False
@@ -136,7 +135,7 @@ class Pipeline(Staged):
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.sum_tied()
         gradients = self.gradients()
-        tally, gradients.norm_rows = summed_with_tally(local, gradients.local_norms(), self.line)
+        tally, gradients.known_norms = summed_with_tally(local, gradients.local_norms(), self.line)
         return tally, gradients
 
     def total_of(self, tree: TreeSum) -> list[Tensor]:
@@ -162,28 +161,9 @@ class Pipeline(Staged):
         return self.links.share(output, self.last % self.line.size, key)
 
 
-class GPipe(Pipeline):
-    """All forward passes, then all backward passes."""
-
-    name = "gpipe"
-
-
-class OneForwardOneBackward(Pipeline):
-    """Forward and backward alternate: fewer activations are stored."""
-
-    name = "1f1b"
-
-
-class Interleaved(Pipeline):
-    """`1f1b` over several stages on each rank: a smaller bubble, more messages."""
-
-    name = "interleaved"
-
-
 class ZeroBubble(Pipeline):
     """`1f1b` with later gradients of weights: a smaller bubble, the same messages."""
 
-    name = "zero-bubble"
     last_pass = "W"
 
     def parallelize(self, model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ Every backward pass of a rank is summed separately.
     hsdp    the parts are summed uncompressed in the group that holds a model; the sums of the
             groups are encoded, gathered by the ranks with the same part, and added in order
 
-With `demo` under `hsdp` passes are summed uncompressed in a group. At the end of a step `DeMo` sums
+With `demo` under `hsdp` passes are summed uncompressed in a group. At the end of a step `demo` sums
 this rank's parts over the ranks with the same parts: FlexDeMo, arXiv 2502.06728. `power-sgd`,
 `one-bit` and `n-bit` are missing here: their second half needs the full sum on every rank.
 """
@@ -16,7 +16,6 @@ this rank's parts over the ranks with the same parts: FlexDeMo, arXiv 2502.06728
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -35,48 +34,29 @@ from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.codecs import Codec, ErrorFeedback, codec_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.collate import tensors_in
-from allranks.torch.parallel.data.compressed.gathered import DeMo
+from allranks.torch.parallel.data.compressed.gathered import Compressed, demo
 from allranks.torch.parallel.data.reducer import Bucket
 from allranks.torch.parallel.data.tree import ChunkTree, PassPlan
 from allranks.torch.step.gradients import Gradients, one_number_a_row
 
+AddPass = Callable[[Tensor, Tensor], None]
+"""`add(total, gradients)` sums the gradients of one unit, (rank, part) flat, over all ranks.
 
-class UnitSum(ABC):
-    """Sums the gradients of one unit, pass by pass."""
-
-    @abstractmethod
-    def add(self, total: Tensor, gradients: Tensor) -> None:
-        """Sum `gradients`, (rank, part) flat, over all ranks into `total`, this rank's (part,).
-
-        Every rank calls this once in a pass. Torch adds the totals of the passes.
-        """
+Writes this rank's (part,) into `total`. Every rank calls it once in a pass. Torch adds the totals
+of the passes.
+"""
 
 
-class Plain(UnitSum):
-    """A reduce-scatter over `shards`."""
-
-    def __init__(self, shards: Comm) -> None:
-        self.shards = shards
-
-    def add(self, total: Tensor, gradients: Tensor) -> None:
-        self.shards.reduce_scatter(total, gradients).wait()
-
-
-class AlongTree(UnitSum):
-    """The tree over all passes of all ranks: the total is zero until the last pass."""
-
-    def __init__(self, tree: ChunkTree) -> None:
-        self.tree = tree
-
-    def add(self, total: Tensor, gradients: Tensor) -> None:
-        summed = self.tree.add(gradients)
-        if summed is None:
-            total.zero_()
-        else:
-            total.copy_(summed)
+def _add_along_tree(tree: ChunkTree, total: Tensor, gradients: Tensor) -> None:
+    """Over all passes of all ranks: the total is zero until the last pass."""
+    summed = tree.add(gradients)
+    if summed is None:
+        total.zero_()
+    else:
+        total.copy_(summed)
 
 
-class CompressedSum(UnitSum):
+class CompressedSum:
     """Compressed sums between owners, or between groups of `shards` if there are `replicas`.
 
     `weights` are those of the unit. Residuals, (messages, part), begin at zero with the first
@@ -115,7 +95,7 @@ class CompressedSum(UnitSum):
         self.trained = trained
         self.feedbacks = [ErrorFeedback(self.sums.codec, row) for row in residual]
         for feedback, row in zip(self.feedbacks, residual, strict=True):
-            feedback.load_state({"residual": row})
+            feedback.residual.copy_(row)
 
     def _gathered(self, message: Tensor, peers: Comm) -> Tensor:
         if peers.size == 1:
@@ -188,24 +168,24 @@ class UnitSums:
         self.compressed: CompressedSums | None = None
         if reduce.name in PIECES:
             self.compressed = CompressedSums(codec_of(reduce), reduce.options["after"])
-        self.demo: DeMo | None = None
+        self.demo: Compressed | None = None
         if reduce.name in SIGNED:
-            self.demo = DeMo(replicas, shards, **reduce.options)
+            self.demo = demo(replicas, shards, **reduce.options)
         self.keeps_residuals = self.compressed is not None or self.demo is not None
         self.are_dropped = False  # whether the gradients of a pass are not summed, but lost
         self.replicas = replicas if across and self.keeps_residuals else None
         where = "across groups" if across else "to owners"
         self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
 
-    def of(self, weights: list[nn.Parameter]) -> UnitSum:
+    def of(self, weights: list[nn.Parameter]) -> AddPass:
         """The sum of another unit, which has these weights."""
         if self.plan is not None:
-            return AlongTree(self.plan.tree())
+            return partial(_add_along_tree, self.plan.tree())
         if self.compressed is None:
-            return Plain(self.holders)
+            return lambda total, gradients: self.holders.reduce_scatter(total, gradients).wait()
         unit_sum = CompressedSum(self.compressed, self.holders, self.replicas, weights)
         self.compressed.units.append(unit_sum)
-        return unit_sum
+        return unit_sum.add
 
     def deal(self, shares: Shares) -> None:
         """Set the shards of each rank, between two steps."""
@@ -321,7 +301,7 @@ class Scatter(Gather):
     ) -> None:
         super().__init__(shards, kind, at)
         self.weights, self.is_apart = weights, is_apart
-        self.sums, self.unit_sum = sums, sums.of(weights)
+        self.sums, self.add = sums, sums.of(weights)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **__: Any
@@ -336,7 +316,7 @@ class Scatter(Gather):
             output_tensor.zero_()
             return
         with self.at():
-            self.unit_sum.add(output_tensor, input_tensor)
+            self.add(output_tensor, input_tensor)
 
 
 class Filling:

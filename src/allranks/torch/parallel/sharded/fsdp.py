@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -70,26 +70,45 @@ from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.step.gradients import Gradients, tables_of
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
-from allranks.torch.strategies.base import StrategyContext
+from allranks.torch.strategies.base import Strategy, StrategyContext
 from allranks.torch.strategies.layout import Cut, TwoAxes, UnitLayout, mesh_of, ranks_of
 
 CPU = torch.device("cpu")
 
 
-class FSDP(Single):
-    """Gather a unit, use it, free it; reduce-scatter gradients. One rank cuts nothing."""
+def fsdp(context: StrategyContext) -> Strategy:
+    """The strategy `fsdp` on the ranks of `context`."""
+    return FSDP(context) if context.comm.size > 1 else OneRankFSDP(context)
 
-    name = "fsdp"
+
+class OneRankFSDP(Single):
+    """`fsdp` on one rank, which cuts nothing."""
+
     equal_passes = True
+    can_be_compiled = False
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        if not self.shard_alone:
+            self.tally_type = torch.float64
+        self.can_run_ahead = context.options["offload"] == "none"
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        check_can_be_cut(model, self.name)
+        return model
+
+
+class FSDP(Strategy):
+    """Gather a unit, use it, free it; reduce-scatter gradients."""
+
+    equal_passes = has_whole_passes = builds_in_turn = can_run_ahead = True
     can_be_compiled = False
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         if not self.shard_alone:  # along the tree it is summed as in one process, in its dtype
             self.tally_type = torch.float64
-        self.is_cut = self.builds_in_turn = self.comm.size > 1
-        if self.is_cut:
-            self.built_with = replace(context.precision, device=CPU)
+        self.built_with = replace(context.precision, device=CPU)
         self.policy = OffloadPolicy()
         if context.options["offload"] == "cpu":
             on_gpu = is_accelerator(self.comm.device)
@@ -105,28 +124,20 @@ class FSDP(Single):
         self.fillings: list[Filling] = []  # for each unit, if torch is older than 2.13
         self._hooks: list[RemovableHandle] = []
 
-    @cached_property
-    def shard_alone(self) -> bool:
-        return str(self.context.options.get("reduce")) == "tree"
-
     def make_groups(self) -> None:
         both, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
-        across = self.name == HSDP.name
+        across = self.name == "hsdp"
         self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, both, across=across)
-        if self.is_cut:
-            shards, tensor = self.axis(SHARD), self.axis(TENSOR)
-            self.device_mesh = self._device_mesh()
-            if tensor.size > 1:  # the tensor axis varies fastest
-                grid = ranks_of(self.comm).view(shards.size, -1).t().contiguous()
-                axes = (TENSOR, tensor), (SHARD, shards)
-                self.state_mesh = mesh_of(self.comm, axes, grid=grid)
+        shards, tensor = self.axis(SHARD), self.axis(TENSOR)
+        self.device_mesh = self._device_mesh()
+        if tensor.size > 1:  # the tensor axis varies fastest
+            grid = ranks_of(self.comm).view(shards.size, -1).t().contiguous()
+            axes = (TENSOR, tensor), (SHARD, shards)
+            self.state_mesh = mesh_of(self.comm, axes, grid=grid)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
         self.can_run_ahead &= not self.sums.keeps_residuals  # a repeated step would change them
-        if not self.is_cut:
-            self.unit_params = [[p for p in model.parameters() if is_cut(p)]]
-            return model
         check_no_hooks(model, f"--strategy {self.name}")
         units = [*units_of(self.task, model), model]
         self._cut_layers(model, units)
@@ -209,8 +220,6 @@ class FSDP(Single):
         return mesh_of(self.comm, axes, {REPLICATE: "gradients"})
 
     def prepare(self) -> None:
-        if not self.is_cut:
-            return
         self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
         check_fused(optimizer, asked)
@@ -228,9 +237,8 @@ class FSDP(Single):
 
     def deal(self, shares: Shares) -> None:
         super().deal(shares)
-        if self.is_cut:
-            self.sums.deal(shares)
-            self.reducer.deal(shares)
+        self.sums.deal(shares)
+        self.reducer.deal(shares)
 
     def _is_task_on(self) -> bool:
         """Whether code of the task runs, for the guard."""
@@ -238,13 +246,10 @@ class FSDP(Single):
         is_on = over_batch is not None and over_batch.is_on
         return self._evaluates or self.step.user_backward.is_on or is_on
 
-    def forward(self, data: Any) -> Any:
-        run = partial(super().forward, data)
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
         return run() if self.two_axes is None else self.passes.passed(run)
 
     def lay_out(self) -> None:
-        if not self.is_cut:
-            return
         if self.two_axes is not None:
             self._check_updates()
         elif self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
@@ -295,16 +300,12 @@ class FSDP(Single):
         }
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
-        if self.is_cut:
-            raise unfrozen_on_the_way(self.name)
-        return super().sum_apart(leaves)
+        raise unfrozen_on_the_way(self.name)
 
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[[int], None]
     ) -> list[RemovableHandle]:
         """Watch gathered weights, which stay the same objects, for passes of this rank."""
-        if not self.is_cut:
-            return super().watch_gradients(parameters, mark)
         places = self.slots.gathered(self.units, self.unit_params, self.fillings)
         self.guard.lay_out(self.slots, self.units, self.unit_params, places)
         tables = tables_of(self.model) if self.shard_alone else []
@@ -315,13 +316,11 @@ class FSDP(Single):
 
     def in_passes(self) -> Sequence[nn.Parameter]:
         """The gathered weights: a gradient is there until backward has summed its unit."""
-        return self._in_passes if self.is_cut else super().in_passes()
+        return self._in_passes
 
     # --- a step ---------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
-        if not self.is_cut:
-            return super().forward_backward(batch)
         if self.steps == 0:  # the optimizer, or a callback, may have added some
             engine = (*self._watching, *self.step.sparse.hooks)
             check_no_hooks(self.model, f"--strategy {self.name}", engine=engine)
@@ -350,8 +349,6 @@ class FSDP(Single):
         return tally
 
     def recompute(self, batch: Batch) -> Tally:
-        if not self.is_cut:
-            return super().recompute(batch)
         self.order.begin()
         self.trail.begin()
         with self.exchange.opened("control"), self.sums.uncompressed():
@@ -374,8 +371,6 @@ class FSDP(Single):
         self.exchange.refuses_parts = True  # torch itself reads shards before its first pass
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        if not self.is_cut:
-            return super().reduce(batch, local)
         last = batch.leaves[-1].shards
         with self.trail.at(THE_SUM):
             deferred = self.step.deferred
@@ -390,7 +385,7 @@ class FSDP(Single):
         self.sums.before_update(gradients)
         if self.two_axes is not None:
             self._check_updates()
-        return self.wholes.gathered() if self.is_cut else super().updating(gradients)
+        return self.wholes.gathered()
 
     def workload(self) -> Workload:
         """Bytes of the root, of all other units, of trained weights, of the side message, and to
@@ -398,41 +393,29 @@ class FSDP(Single):
         of all steps. For a step with the largest number of passes so far.
         """
         sizes = sizes_of(self.unit_params, self.axis(SHARD).size)
-        side_bytes = self.side_message.flat.nbytes if self.is_cut else 0
-        moved = self.wholes.most_sent() if self.is_cut else 0
+        side_bytes, moved = self.side_message.flat.nbytes, self.wholes.most_sent()
         along = (self.exchange.reduced, self.exchange.gathered) if self.two_axes else ()
-        messages = *sizes, side_bytes, moved, *(round(n / max(1, self.steps)) for n in along)
+        per_step = [round(n / max(1, self.steps)) for n in along]
         units = ([p for p in unit if p.requires_grad] for unit in self.unit_params)
         shapes = tuple(tuple(tuple(p.shape) for p in unit) for unit in units)
-        return Workload(
-            messages,
-            self.comm.size,
-            self.task.shards,
-            passes=self.most_passes,
-            shapes=shapes,
-            shares=self.dealt,
-        )
+        passes = self.most_passes
+        return self.work(*sizes, side_bytes, moved, *per_step, passes=passes, shapes=shapes)
 
     # --- whole weights --------------------------------------------------------------------
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """All ranks call this equally often: gathers every unit, and compares the call order."""
-        if not self.is_cut:
-            return super().eval_step(data, forward)
         self.order.begin()
         self.trail.begin()
-        output = self.passes.passed(partial(super().eval_step, data, forward))
+        output = super().eval_step(data, forward)
         self.order.check_on_all(self.comm)
         return output
 
     def held_weights(self) -> AbstractContextManager[None]:
-        return self.exchange.closed() if self.is_cut else super().held_weights()
+        return self.exchange.closed()
 
     @contextmanager
     def evaluation_pass(self) -> Iterator[None]:
-        if not self.is_cut:
-            yield
-            return
         self._evaluates = True
         try:
             with self.exchange.opened("control"):
@@ -457,9 +440,6 @@ class FSDP(Single):
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Gathers the full model; differentiable to the shards."""
-        if not self.is_cut:
-            yield
-            return
         with self.slots.whole(self.comm.device), self.exchange.opened("control"):
             yield
 
@@ -472,22 +452,18 @@ class FSDP(Single):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self.is_cut:
-            self.guard.close()
-            self.passes.close()
+        self.guard.close()
+        self.passes.close()
         super().close()
 
 
 class HSDP(FSDP):
     """The same within groups of K ranks; torch sums gradients over the groups."""
 
-    name = "hsdp"
-
     def replica_state(self) -> tuple[int, int, dict[str, Any]] | None:
         """`None` also if an optimizer needs whole weights: ranks tell each other what they keep."""
         shards = self.axis(SHARD)
         if self.layout.kept_whole:
             return None
-        if self.is_cut:
-            self.guard.put_parts_back()
+        self.guard.put_parts_back()
         return shards.rank, shards.size, self.state()

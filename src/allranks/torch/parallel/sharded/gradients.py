@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -37,18 +36,13 @@ TOGETHER_BYTES = 2**26  # assumed, not measured
 class PartsOfRanks(Gradients):
     """Gradients that the ranks of `comm` hold in parts; each element counts once in the norm.
 
-    Parts without dimensions are the same on all ranks. `squares` is the sum of all squares, if it
-    is known already.
+    Parts without dimensions are the same on all ranks. `known_norms` is the sum of all squares, if
+    it is known already.
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Comm, *, exact: bool) -> None:
         super().__init__(parameters, exact=exact)
         self.comm = comm
-        self.squares: Tensor | None = None
-
-    @abstractmethod
-    def local_parts(self) -> list[Tensor]:
-        """The tensors of this rank."""
 
     def counted(self) -> list[Tensor]:
         """Those of them that this rank counts in the norm."""
@@ -59,21 +53,9 @@ class PartsOfRanks(Gradients):
         return self.counted()
 
     def scale_(self, factor: float | Tensor) -> None:
-        multiply_(self.flats or self.local_parts(), factor)
-        if self.squares is not None:
-            self.squares = self.squares * factor**2
-
-    def sign_(self) -> None:
-        for part in self.flats or self.local_parts():
-            part.sign_()
-
-    def follow(self, parameters: list[nn.Parameter]) -> None:
-        super().follow(parameters)
-        self.squares = None
-
-    def add(self, value: Tensor) -> None:
-        super().add(value)
-        self.squares = None
+        squares = self.known_norms
+        super().scale_(factor)
+        self.known_norms = None if squares is None else squares * factor**2
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Squares of short rows in float64, added in rank order.
@@ -91,8 +73,8 @@ class PartsOfRanks(Gradients):
         return math.sqrt(rows_of_ranks(self.comm, squares_of(wide, self.comm.device)).sum())
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
-        if self.squares is not None:
-            return self.squares.sum().sqrt()
+        if self.known_norms is not None:
+            return self.known_norms.sum().sqrt()
         counted = self.counted_for_norm(clips=clips, left_out=left_out)
         squares = squares_of(counted, self.comm.device)
         return rows_of_ranks(self.comm, squares).sum().sqrt()
@@ -197,8 +179,8 @@ class StagedGradients(Gradients):
     Every rank contributes the norm of each of its gradients. Then all have the norms of one
     process, in the order of the model, and combine them as one process does. `counted` are the
     positions that this rank contributes, as several ranks of the `line` may hold a parameter. Of
-    those at the positions `cut`, the ranks of `parts` hold a part each. `norm_rows` caches the rows
-    that were summed, until gradients change.
+    those at the positions `cut`, the ranks of `parts` hold a part each. `known_norms` are the rows
+    that were summed, if they are known already.
     """
 
     def __init__(
@@ -215,23 +197,10 @@ class StagedGradients(Gradients):
         super().__init__(parameters, exact=exact)
         self.parts, self.cut = parts, tuple(cut)
         self.counted, self.everywhere, self.line = list(counted), everywhere, line
-        self.norm_rows: Tensor | None = None
-
-    def scale_(self, factor: float | Tensor) -> None:
-        super().scale_(factor)
-        self.norm_rows = None
-
-    def follow(self, parameters: list[nn.Parameter]) -> None:
-        super().follow(parameters)
-        self.norm_rows = None
-
-    def add(self, value: Tensor) -> None:
-        super().add(value)
-        self.norm_rows = None
 
     def settle(self, unused: Sequence[int]) -> None:
-        if self.norm_rows is not None and unused:
-            self.norm_rows[:, list(unused)] = 0
+        if self.known_norms is not None and unused:
+            self.known_norms[:, list(unused)] = 0
         gone = {id(self.everywhere[position]) for position in unused}
         without = [p for p in self.parameters if id(p) in gone]
         for parameter in without:
@@ -288,7 +257,7 @@ class StagedGradients(Gradients):
 
     def _rows_of_all(self, kind: torch.dtype | None) -> Tensor:
         """The same as two rows, summed over the line."""
-        rows = self.norm_rows
+        rows = self.known_norms
         if rows is None or kind is not None:
             rows = self.local_norms(kind)
             if self.parts is not None and self.cut:

@@ -33,6 +33,7 @@ from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.precision import Casts, with_casts
 from allranks.torch.parallel.sharded.collectives import Filling
 from allranks.torch.step.trainable import unfrozen_on_the_way
+from allranks.torch.strategies.layout import exchanged_at
 
 BASE: Any = torch._C.TensorBase
 COMPUTES_AS_TENSORS: Any = torch._C._disabled_torch_function_impl
@@ -95,13 +96,8 @@ class Slots:
         gathered: dict[int, Tensor] = {
             key: part.to(device).full_tensor() for key, part in parts.items()
         }
-        for (module, name), part in zip(self._places, parts_there, strict=True):
-            module._parameters[name] = gathered[id(part)]  # type: ignore[assignment]
-        try:
+        with exchanged_at(self._places, [gathered[id(part)] for part in parts_there]):
             yield
-        finally:
-            for (module, name), part in zip(self._places, parts_there, strict=True):
-                module._parameters[name] = part
 
 
 class ShardPlaceholder(Tensor):

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError
 from allranks.torch.keras.shards import is_keras
 from allranks.torch.task import Task
+from allranks.training.engine.structures import attributes_of
 
 SHARE = 0.1  # of the weights of the model, held by all siblings of one class
 
@@ -283,9 +284,7 @@ def _hidden(value: Any, depth: int, met: set[int]) -> Iterator[Tensor]:
     if depth == 0 or id(value) in met or isinstance(value, (*PLAIN, nn.Module)):
         return
     met.add(id(value))
-    items: list[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    items += [getattr(value, name, None) for name in slots if name != "__dict__"]
+    items = list(attributes_of(value).values())
     if isinstance(value, Mapping):
         items += value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):

@@ -43,12 +43,7 @@ from allranks.torch.strategies.layout import Cut, Layout, mesh_of
 class ZeRO1(Strategy):
     """Reduce-scatter the gradients, update own rows, all-gather the weights."""
 
-    name = "zero1"
     can_run_ahead = has_whole_passes = True
-
-    @property
-    def shard_alone(self) -> bool:
-        return bool(self.context.options["reduce"] == "tree")
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self._is_cut, self.passes = False, 1
@@ -141,23 +136,14 @@ class ZeRO1(Strategy):
             parameter.grad = view
         self._leaf, self._is_last, self.passes = batch.leaves[-1], True, 0
         self._order.begin()
-        step, last = self.step, batch.leaves[-1]
+        last = batch.leaves[-1]
         self._micros = last.micros
         if self.each_pass:
             self._release_pass()
-        step.begin(batch)
-        for leaf in batch.leaves:
-            step.begin_leaf()
-            for micro in leaf.micros:
-                backward = step.forward(micro, self.tally)
-                is_last = leaf is last and micro is leaf.micros[-1] and not self.each_pass
-                if is_last and not step.observes(micro):
-                    self._order.release()
-                step.backward(backward)
-            step.end_leaf(batch, leaf, self.tally)
+        release = None if self.each_pass else self._order.release
+        for leaf in self.step.leaves(batch, self.tally, release):
             if leaf is not last:
                 self._launch_leaf(leaf)
-        step.end(batch)
         while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
             self.after_backward()
         if self.each_pass:
@@ -291,10 +277,10 @@ class ZeRO1(Strategy):
     def workload(self) -> Workload:
         """Bytes of buckets with padding, of full sums, and of parts to owners and back."""
         cut = sum(bucket.nbytes for bucket in self.buckets)
-        messages = cut, sum(flat.nbytes for flat in self._whole), self.wholes.most_sent()
-        passes = self.passes if self.each_pass else 1
-        size, shards, shares = self.comm.size, self.task.shards, self.dealt
-        return Workload(messages, size, shards, passes=passes, shares=shares)
+        whole, passes = sum(flat.nbytes for flat in self._whole), self.passes
+        return self.work(
+            cut, whole, self.wholes.most_sent(), passes=passes if self.each_pass else 1
+        )
 
     def placement(self, *, updated: bool) -> list[Placed]:
         rows = super().placement(updated=updated)
@@ -314,7 +300,6 @@ class ZeRO1(Strategy):
 class ZeRO2(ZeRO1):
     """As `zero1`, but gradients are reduce-scattered after every backward pass."""
 
-    name = "zero2"
     counts_passes = True
 
     @property

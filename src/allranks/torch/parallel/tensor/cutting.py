@@ -57,7 +57,7 @@ from allranks.torch.parallel.tensor.plan import (
 from allranks.torch.parallel.tensor.scattered import ScatteredExchange
 from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.random.torch_functions import bernoulli_of_part
-from allranks.torch.strategies.layout import Along, Cut
+from allranks.torch.strategies.layout import Along, Cut, places_of
 from allranks.torch.task import Task
 
 BATCHED = 3  # dimensions of (sample, position, feature)
@@ -329,24 +329,31 @@ class CutModel:
 
 
 def cut_layers(
-    task: Task, model: nn.Module, exchange: TensorExchange, asked: str, leaves: int = 0
+    task: Task,
+    model: nn.Module,
+    exchange: TensorExchange,
+    asked: str,
+    leaves: int = 0,
+    inside: nn.Module | None = None,
 ) -> CutModel:
     """Cut `model` in place by the plan of the task, or by the default. No communication.
 
-    With `leaves` every layer is cut so that leaves can be distributed evenly. Raises `RequestError`
-    with `asked` if nothing can be cut, or the model is not supported.
+    With `leaves` every layer is cut so that leaves can be distributed evenly. Only layers `inside`
+    a part of the model are cut, such as its stages; a block lies in one of them. Raises
+    `RequestError` with `asked` if nothing can be cut, or the model is not supported.
     """
     if task.overrides("initialise"):
-        raise _no_whole_weights(asked)
+        raise no_whole_weights(asked)
     check_no_hooks(model, asked)
     task_plan, parts = task.tensor_plan(model), leaves or exchange.comm.size
+    inside = model if inside is None else inside
     if task_plan is None:
-        plan = default_plan(model, parts, even=leaves > 0)
+        plan = default_plan(inside, parts, even=leaves > 0)
     else:
-        plan = explicit_plan(model, parts, task_plan, even=leaves > 0)
+        plan = explicit_plan(inside, parts, task_plan, even=leaves > 0, of=model)
     if not plan.cuts:
         raise nothing_to_cut(asked, parts)
-    return cut_model(model, plan, exchange)
+    return cut_model(inside, plan, exchange, model)
 
 
 def cut_model(
@@ -358,7 +365,7 @@ def cut_model(
     their holders gets the part.
     """
     of = of or model
-    slots = _slots(of, model)
+    slots = places_of(of, model)
     names = {place: name for name, places in slots.items() for place in places}
     regions: dict[str, Region] = {}
     shapes, result = {name: p.shape for name, p in of.named_parameters()}, CutModel()
@@ -396,17 +403,6 @@ def cut_model(
     _pad_encoder_layers(model)
     result.regions = list(regions.values())
     return result
-
-
-def _slots(*models: nn.Module) -> dict[str, set[tuple[nn.Module, str]]]:
-    """The places of each parameter, by its name in the first of the models."""
-    names = {id(parameter): name for name, parameter in models[0].named_parameters()}
-    places: dict[str, set[tuple[nn.Module, str]]] = {}
-    for module in (module for model in models for module in model.modules()):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(names[id(parameter)], set()).add((module, attribute))
-    return places
 
 
 def local_parameter(whole: Tensor, along: int | Along, exchange: TensorExchange) -> nn.Parameter:
@@ -480,7 +476,8 @@ def nothing_to_cut(asked: str, ranks: int) -> RequestError:
     )
 
 
-def _no_whole_weights(asked: str) -> RequestError:
+def no_whole_weights(asked: str) -> RequestError:
+    """The error for weights that a task sets from its first batch, where ranks hold parts."""
     return RequestError(
         asked=f"{asked} with initialise(model, inputs) of the task",
         found="weights that are set from the first batch",

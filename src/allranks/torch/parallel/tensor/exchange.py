@@ -14,13 +14,15 @@ Megatron-LM, arXiv 1909.08053.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
+from torch.autograd.function import once_differentiable
 
 from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
@@ -51,7 +53,6 @@ class TensorExchange:
         self.weights: dict[Any, Tensor] = {}  # that user code has read in this pass
         self.refuses_parts = False  # of a weight that is cut over another axis too
         self.gathers_at_once = False  # if parts may be freed within a pass
-        self._weights: dict[int, Tensor] | None = None
 
     @contextmanager
     def opened(self, kind: str) -> Iterator[None]:
@@ -73,15 +74,6 @@ class TensorExchange:
             yield
         finally:
             self.is_open = before
-
-    @contextmanager
-    def remembered(self) -> Iterator[None]:
-        """Within, each weight is gathered only once."""
-        self._weights = {}
-        try:
-            yield
-        finally:
-            self._weights = None
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum a contiguous tensor over the ranks, in place."""
@@ -147,42 +139,141 @@ class TensorExchange:
 
     def copied(self, input: Tensor) -> Tensor:
         """The input of layers of which each rank computes a part."""
-        return _call(_Copied, self, input)
+
+        def transposed(gradient: Tensor) -> Tensor:
+            copy = gradient.clone(memory_format=torch.contiguous_format)
+            return (self.summed if torch.is_grad_enabled() else self.sum_)(copy)
+
+        return applied(LinearMap(_view, transposed, _view, self.copied), input)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over the ranks, in place: no one else may use `part`."""
         if _are_functorch_transforms_active():
-            return _call(_SummedAnew, self, part)  # they support no in-place writes
-        return _call(_Summed, self, part)
+            return self._summed_anew(part)  # they support no in-place writes
+
+        def transposed(gradient: Tensor) -> Tensor:
+            return self.copied(gradient) if torch.is_grad_enabled() else gradient
+
+        anew = self._summed_anew
+        return applied(LinearMap(lambda t: self.sum_(t.contiguous()), transposed, anew, anew), part)
+
+    def _summed_anew(self, part: Tensor) -> Tensor:
+        """The sum in new memory."""
+
+        def sum_anew(part: Tensor) -> Tensor:
+            return self.sum_(part.clone(memory_format=torch.contiguous_format))
+
+        anew = self._summed_anew
+        return applied(LinearMap(sum_anew, self.copied, anew, anew), part)
 
     def copied_leaves(self, input: Tensor) -> tuple[Tensor, ...]:
         """The input once for each leaf; backward adds the gradients along the tree."""
-        return tuple(_CopiedLeaves.apply(self, input))  # type: ignore[no-untyped-call]
+
+        def copies(input: Tensor) -> tuple[Tensor, ...]:
+            return tuple(input.view_as(input) for _ in range(self.leaves))
+
+        def transposed(*gradients: Tensor) -> Tensor:
+            return (self.summed_leaves if torch.is_grad_enabled() else self.tree_sum)(gradients)
+
+        how = LinearMap(copies, transposed, copies, self.copied_leaves)
+        return tuple(_Applied.apply(how, input))  # type: ignore[no-untyped-call]
 
     def summed_leaves(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum of the leaves of all ranks, along the tree."""
-        return _call(_SummedLeaves, self, *parts)
+
+        def transposed(gradient: Tensor) -> tuple[Tensor, ...]:
+            gradient = gradient.contiguous()
+            if torch.is_grad_enabled():
+                return self.copied_leaves(gradient)
+            return (gradient,) * self.leaves
+
+        def again(*parts: Tensor) -> Tensor:
+            return self.summed_leaves(parts)
+
+        return applied(
+            LinearMap(lambda *parts: self.tree_sum(parts), transposed, again, again), *parts
+        )
 
     def whole(self, part: Tensor, along: int | Along, size: int) -> Tensor:
         """The parts of all ranks, concatenated along a dimension."""
-        return _call(_Gathered, self, part, along, size)
 
-    def whole_weight(self, part: Tensor, along: Along, size: int) -> Tensor:
-        """A full weight; within `remembered`, always the same tensor."""
-        if self._weights is None:
-            return self.whole(part, along, size)
-        if id(part) not in self._weights:
-            self._weights[id(part)] = self.whole(part, along, size)
-        return self._weights[id(part)]
+        def transposed(gradient: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                return self.own_part(gradient, along)
+            return self.local_part(gradient, along).contiguous()
+
+        how = LinearMap(
+            lambda part: self.all(part, along, size),
+            transposed,
+            lambda part: self.whole(part, along, size),
+            lambda part: self.whole(part, _behind_batch(along), size),
+        )
+        return applied(how, part)
 
     def own_part(self, whole: Tensor, along: int | Along) -> Tensor:
         """This rank's part of a tensor that all ranks have."""
-        return _call(_OwnPart, self, whole, along)
+        size = whole.shape[along.dim if isinstance(along, Along) else along]
+
+        def transposed(gradient: Tensor) -> Tensor:
+            return (self.whole if torch.is_grad_enabled() else self.all)(gradient, along, size)
+
+        how = LinearMap(
+            lambda whole: self.local_part(whole, along).contiguous(),
+            transposed,
+            lambda whole: self.own_part(whole, along),
+            lambda whole: self.own_part(whole, _behind_batch(along)),
+        )
+        return applied(how, whole)
 
 
-def _call(function: Any, *arguments: Any) -> Tensor:
-    output: Tensor = function.apply(*arguments)
+@dataclass(frozen=True)
+class LinearMap:
+    """A linear function of tensors, to be differentiated.
+
+    `run` computes it, and `transposed` the gradients of its inputs. `again` is the whole function,
+    of tangents, and `batched` that of tensors with one dimension more in front.
+    """
+
+    run: Callable[..., Any]
+    transposed: Callable[..., Any]
+    again: Callable[..., Any]
+    batched: Callable[..., Any]
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(how: LinearMap, *tensors: Tensor) -> Any:
+        return how.run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.how = inputs[0]
+        if any(output is tensor for tensor in inputs[1:]):
+            ctx.mark_dirty(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        back = ctx.how.transposed(*gradients)
+        return None, *(back if isinstance(back, tuple) else (back,))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Any:
+        return ctx.how.again(*tangents)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, how: LinearMap, *tensors: Tensor) -> Any:
+        output = how.batched(*_batched(info, dims[1:], tensors))
+        return output, (0,) * len(output) if isinstance(output, tuple) else 0
+
+
+def applied(how: LinearMap, *tensors: Tensor) -> Tensor:
+    """The value of a linear function, which can be differentiated any number of times."""
+    output: Tensor = _Applied.apply(how, *tensors)  # type: ignore[no-untyped-call]
     return output
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -198,118 +289,6 @@ def _behind_batch(along: int | Along) -> Along:
     """The same dimension of a tensor with another one in front."""
     dim, runs = along if isinstance(along, Along) else (along, 1)
     return Along(dim + (dim >= 0), runs)
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(exchange: TensorExchange, input: Tensor) -> Tensor:
-        return input.view_as(input)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        copy = gradient.clone(memory_format=torch.contiguous_format)
-        return None, (ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(copy)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        return tangent.view_as(tangent)
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, exchange: TensorExchange, input: Tensor) -> tuple[Tensor, int]:
-        return exchange.copied(*_batched(info, dims[1:], [input])), 0
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(exchange: TensorExchange, part: Tensor) -> Tensor:
-        return exchange.sum_(part.contiguous())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange = inputs[0]
-        if output is inputs[1]:
-            ctx.mark_dirty(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.copied(gradient) if torch.is_grad_enabled() else gradient
-
-
-class _SummedAnew(torch.autograd.Function):
-    """The sum in new memory."""
-
-    @staticmethod
-    def forward(exchange: TensorExchange, part: Tensor) -> Tensor:
-        return exchange.sum_(part.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.copied(gradient)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        return _call(_SummedAnew, ctx.exchange, tangent)
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, exchange: TensorExchange, part: Tensor) -> tuple[Tensor, int]:
-        return _call(_SummedAnew, exchange, *_batched(info, dims[1:], [part])), 0
-
-
-class _CopiedLeaves(torch.autograd.Function):
-    @staticmethod
-    def forward(exchange: TensorExchange, input: Tensor) -> tuple[Tensor, ...]:
-        return tuple(input.view_as(input) for _ in range(exchange.leaves))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            return None, ctx.exchange.summed_leaves(gradients)
-        return None, ctx.exchange.tree_sum(gradients)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tangent.view_as(tangent) for _ in range(ctx.exchange.leaves))
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, exchange: TensorExchange, input: Tensor) -> Any:
-        return exchange.copied_leaves(*_batched(info, dims[1:], [input])), (0,) * exchange.leaves
-
-
-class _SummedLeaves(torch.autograd.Function):
-    @staticmethod
-    def forward(exchange: TensorExchange, *parts: Tensor) -> Tensor:
-        return exchange.tree_sum(parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        gradient = gradient.contiguous()
-        if torch.is_grad_enabled():
-            return None, *ctx.exchange.copied_leaves(gradient)
-        return None, *[gradient] * ctx.exchange.leaves
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
-        return cast("TensorExchange", ctx.exchange).summed_leaves(tangents)
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, exchange: TensorExchange, *parts: Tensor) -> tuple[Tensor, int]:
-        return exchange.summed_leaves(_batched(info, dims[1:], parts)), 0
 
 
 class Joined(torch.autograd.Function):
@@ -338,55 +317,26 @@ class Joined(torch.autograd.Function):
         return torch.cat(tangents, -1)
 
 
-class _Gathered(torch.autograd.Function):
+def by_pair(
+    run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], tensor: Tensor
+) -> Tensor:
+    """`run(tensor)`, whose gradient is that of `back`; it is differentiable once."""
+    output: Tensor = _ByPair.apply(run, back, tensor)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _ByPair(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: TensorExchange, part: Tensor, along: int | Along, size: int) -> Tensor:
-        return exchange.all(part, along, size)
+    def forward(
+        ctx: Any,
+        run: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
+        tensor: Tensor,
+    ) -> Tensor:
+        ctx.back = back
+        return run(tensor)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange, _, ctx.along, ctx.size = inputs
-
-    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            return None, ctx.exchange.own_part(gradient, ctx.along), None, None
-        return None, ctx.exchange.local_part(gradient, ctx.along).contiguous(), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor, *unused: None) -> Tensor:
-        return cast("TensorExchange", ctx.exchange).whole(tangent, ctx.along, ctx.size)
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: Any, exchange: TensorExchange, part: Tensor, along: int | Along, size: int
-    ) -> tuple[Tensor, int]:
-        (part,) = _batched(info, dims[1:2], [part])
-        return exchange.whole(part, _behind_batch(along), size), 0
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(exchange: TensorExchange, whole: Tensor, along: int | Along) -> Tensor:
-        return exchange.local_part(whole, along).contiguous()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.exchange, whole, ctx.along = inputs
-        ctx.size = whole.shape[ctx.along.dim if isinstance(ctx.along, Along) else ctx.along]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        gather = ctx.exchange.whole if torch.is_grad_enabled() else ctx.exchange.all
-        return None, gather(gradient, ctx.along, ctx.size), None
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor, *unused: None) -> Tensor:
-        return cast("TensorExchange", ctx.exchange).own_part(tangent, ctx.along)
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: Any, exchange: TensorExchange, whole: Tensor, along: int | Along
-    ) -> tuple[Tensor, int]:
-        (whole,) = _batched(info, dims[1:2], [whole])
-        return exchange.own_part(whole, _behind_batch(along)), 0
+        return None, None, ctx.back(gradient)

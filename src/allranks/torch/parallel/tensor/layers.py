@@ -255,14 +255,7 @@ class ShownWhole(dict[str, Any]):
         return (self[name] for name in self)
 
 
-class CutLinear(CutLayer):
-    """A Linear of which this rank holds rows or columns."""
-
-    in_features: int
-    out_features: int
-
-
-class ColumnLinear(CutLinear, nn.Linear):
+class ColumnLinear(CutLayer, nn.Linear):
     """Rows of the weight and the bias: some of the output's features. The input is full."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -293,7 +286,7 @@ class ColumnLinear(CutLinear, nn.Linear):
         return output
 
 
-class RowLinear(CutLinear, nn.Linear):
+class RowLinear(CutLayer, nn.Linear):
     """Columns of the weight: a part of every sum. The bias is full, and added once."""
 
     def forward(self, input: Tensor) -> Tensor:

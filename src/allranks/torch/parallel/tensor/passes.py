@@ -96,4 +96,4 @@ class CutPasses:
     def close(self) -> None:
         """Restore the blocks of the model."""
         if self.blocks is not None:
-            self.blocks.restore()
+            self.blocks.passes.restore()

@@ -217,16 +217,26 @@ def _too_small(alone: list[LayerCut], weights: int, ranks: int) -> set[int]:
 
 
 def explicit_plan(
-    model: nn.Module, ranks: int, task_plan: Mapping[str, Any], *, even: bool = False
+    model: nn.Module,
+    ranks: int,
+    task_plan: Mapping[str, Any],
+    *,
+    even: bool = False,
+    of: nn.Module | None = None,
 ) -> CutPlan:
-    """The plan of a task; raises `RequestError` if it is impossible."""
+    """The plan of a task; raises `RequestError` if it is impossible.
+
+    The names in `task_plan` are those of modules `of` a model that `model` is made of.
+    """
     plan, cuts, uses = CutPlan(ranks, even), dict[str, LayerCut](), _uses(model)
+    name_of = {module: name for name, module in model.named_modules()}
     for pattern, how in task_plan.items():
-        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
-        if not names:
+        named = (model if of is None else of).named_modules()
+        modules = [module for name, module in named if fnmatchcase(name, pattern)]
+        if not modules:
             raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
-        for name in names:
-            cuts[name] = _checked(name, model.get_submodule(name), how, plan)
+        for name, module in ((name_of[m], m) for m in modules if m in name_of):
+            cuts[name] = _checked(name, module, how, plan)
     for name, parent in model.named_modules():
         inside = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
         inside = [cut for cut in inside if cut.way in (COLUMN, ROW)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import own_kind
 from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.parallel.tensor.exchange import LinearMap, applied
 from allranks.torch.strategies.layout import part_sizes
 
 DIMS = 3  # (sample, position, feature)
@@ -124,8 +126,31 @@ class ScatteredExchange(SequenceExchange):
                 f"a row-parallel Linear in {name!r} that gives activations of shape "
                 f"{tuple(parts.shape)}, for a sequence of {self.span.whole} positions"
             )
-        output: Tensor = _OwnSum.apply(self, parts)  # type: ignore[no-untyped-call]
-        return output
+        return self.summed_positions(parts)
+
+    def summed_positions(self, parts: Tensor) -> Tensor:
+        """This rank's positions of the sum over the ranks; backward gathers."""
+        length = parts.shape[POSITIONS]
+
+        def transposed(gradient: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                return self.all_positions(gradient, length)
+            return self.all(gradient, POSITIONS, length)
+
+        again = self.summed_positions
+        return applied(LinearMap(self.scatter, transposed, again, again), parts)
+
+    def all_positions(self, part: Tensor, length: int) -> Tensor:
+        """The positions of all ranks; backward sums this rank's over the ranks."""
+
+        def transposed(gradient: Tensor) -> Tensor:
+            return (self.summed_positions if torch.is_grad_enabled() else self.scatter)(gradient)
+
+        def again(part: Tensor) -> Tensor:
+            return self.all_positions(part, length)
+
+        run = partial(self.all, along=POSITIONS, size=length)
+        return applied(LinearMap(run, transposed, again, again), part)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """The sum over the ranks of (n, t, f), this rank's positions of it. No gradient."""
@@ -152,7 +177,7 @@ class AllRows:
             part = part.to(torch.get_autocast_dtype(device))  # cast before it is sent
         self.part = part
         self.again = _Again(exchange, length)
-        self.whole = _AllRows.apply(self.again, part)  # type: ignore[no-untyped-call]
+        self.whole = exchange.all_positions(part, length)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` of the positions of all ranks."""
@@ -169,31 +194,13 @@ class _Again:
         self.exchange, self.length = exchange, length
         self.users, self.whole = 0, cast("Tensor | None", None)
 
-    def gathered(self, part: Tensor) -> Tensor:
-        return self.exchange.all(part, POSITIONS, self.length)
-
     def gathered_once(self, part: Tensor) -> Tensor:
         """Gather once for all columns; for each separately if gradients are differentiated too."""
         if torch.is_grad_enabled():
-            output: Tensor = _AllRows.apply(self, part)  # type: ignore[no-untyped-call]
-            return output
+            return self.exchange.all_positions(part, self.length)
         if self.whole is None:
-            self.whole = self.gathered(part)
+            self.whole = self.exchange.all(part, POSITIONS, self.length)
         return self.whole
-
-
-class _AllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, again: _Again, part: Tensor) -> Tensor:
-        ctx.again = again
-        return again.gathered(part)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        exchange = ctx.again.exchange
-        if torch.is_grad_enabled():
-            return None, _OwnSum.apply(exchange, gradient)  # type: ignore[no-untyped-call]
-        return None, exchange.scatter(gradient)
 
 
 class _Linear(torch.autograd.Function):
@@ -222,17 +229,3 @@ class _Linear(torch.autograd.Function):
         if again.users <= 0:
             again.whole = None
         return None, None, *grads
-
-
-class _OwnSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: ScatteredExchange, parts: Tensor) -> Tensor:
-        ctx.exchange, ctx.length = exchange, parts.shape[POSITIONS]
-        return exchange.scatter(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            again = _Again(ctx.exchange, ctx.length)
-            return None, _AllRows.apply(again, gradient)  # type: ignore[no-untyped-call]
-        return None, ctx.exchange.all(gradient, POSITIONS, ctx.length)

@@ -13,9 +13,8 @@ gradients, from the same activations. Shoeybi et al. 2019, Megatron-LM, arXiv 19
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ BUCKET_BYTES = 25 * 2**20  # of gradients that copies of the model sum in one me
 class Tensors(Strategy):
     """Cut layers over the axis `tensor`. Sends activations, and what the card says."""
 
-    name = "tensor"
     equal_passes = fills_parts = True
     tally_type = torch.float64
     can_be_compiled = False
@@ -81,8 +79,8 @@ class Tensors(Strategy):
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         return self.wholes.gathered()
 
-    def forward(self, data: Any) -> Any:
-        return self.passes.passed(partial(super().forward, data))
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
+        return self.passes.passed(run)
 
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
@@ -107,11 +105,8 @@ class Tensors(Strategy):
             return local, gradients
         counted = gradients.counted() if copies.rank == 0 else []
         squares = squares_of(counted, local.tensor.device)
-        tally, gradients.squares = summed_with_tally(local, squares, self.comm)
+        tally, gradients.known_norms = summed_with_tally(local, squares, self.comm)
         return tally, gradients
-
-    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        return self.passes.passed(partial(super().eval_step, data, forward))
 
     def held_weights(self) -> AbstractContextManager[None]:
         return self.exchange.closed()
@@ -119,10 +114,8 @@ class Tensors(Strategy):
     def evaluation_pass(self) -> AbstractContextManager[None]:
         return self.exchange.opened("control")
 
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        with self.exchange.opened("control"):
-            yield
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.opened("control")
 
     def workload(self) -> Workload:
         """Bytes all-reduced and all-gathered along the tensor axis, of gradients, of the tally, and
@@ -135,8 +128,8 @@ class Tensors(Strategy):
         norm = not self.context.options["exact"]  # sent with the tally
         tally = (self.step.layout.size + norm) * torch.float64.itemsize
         moved = steps * self.wholes.most_sent()
-        messages = exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
-        return Workload(messages, self.comm.size, self.task.shards, steps=steps)
+        along = exchange.reduced, exchange.gathered
+        return self.work(*along, steps * gradients, steps * tally, moved, steps=steps)
 
     def close(self) -> None:
         self.passes.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,25 +27,16 @@ from allranks.torch.parallel.data.compressed.gathered import BucketExchange, Com
 from allranks.torch.parallel.data.reducer import Bucket
 
 
-class NBit(Compressed):
+def n_bit(comm: Comm, shards: int, *, bits: str, after: int) -> Compressed:
     """An all-to-all, an all-gather and an all-reduce (of all but matrices) per bucket.
 
     Sends 2(N-1)/N of `bits` a number and 8 bytes a column, of vectors and the tally.
     """
-
-    def __init__(self, comm: Comm, shards: int, *, bits: str, after: int) -> None:
-        super().__init__(comm, shards, after)
-        self.quantizer = ColumnQuantizer(int(bits))
-
-    def exchange_of(self, bucket: Bucket) -> BucketExchange:
-        return _Striped(self.comm, bucket, self.quantizer)
+    quantizer = ColumnQuantizer(int(bits))
+    return Compressed(comm, shards, lambda bucket: _Striped(comm, bucket, quantizer), after)
 
 
-class OneBit(NBit):
-    """The same with a sign for each number."""
-
-    def __init__(self, comm: Comm, shards: int, *, after: int) -> None:
-        super().__init__(comm, shards, bits="1", after=after)
+one_bit = partial(n_bit, bits="1")
 
 
 @dataclass

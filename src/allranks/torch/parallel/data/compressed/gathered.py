@@ -1,8 +1,5 @@
 """The base of reducers with error feedback: residuals by parameter, and uncompressed first steps.
 
-The exchange of a bucket is a generator. It yields each message that it has begun, and continues
-when that has arrived. So several buckets are in flight at once, in one order on all ranks.
-
 Residuals belong to one rank, and are saved by parameter name. So buckets may change in order or
 size, and a training resumed on as many ranks continues to the bit. The tally is never rounded.
 Gradients are already divided by the global batch, so a sum is their mean. Clipping, the guard and
@@ -13,14 +10,13 @@ is lost.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from allranks.strategies.compressed import whole_words
-from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.compression.codecs import Codec, ErrorFeedback, TopK, TwoBit
 from allranks.torch.compression.cosines import CodecParts, CosineBlocks
@@ -40,40 +36,29 @@ class BucketExchange(ABC):
 
 
 class Compressed(Reducer):
-    """Sums uncompressed in the first `after` steps, then by the exchange of each bucket."""
+    """Sums uncompressed in the first `after` steps, then by `exchange_of(bucket)`."""
 
-    def __init__(self, comm: Comm, shards: int, after: int = 0) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        shards: int,
+        exchange_of: Callable[[Bucket], BucketExchange],
+        after: int = 0,
+    ) -> None:
         super().__init__(comm, shards)
-        self.after, self.steps = after, 0
+        self.exchange_of, self.after, self.steps = exchange_of, after, 0
         self._exchanges: list[BucketExchange] = []
-        self._under_way: list[tuple[Iterator[Pending], Pending]] = []
-
-    @abstractmethod
-    def exchange_of(self, bucket: Bucket) -> BucketExchange:
-        """The exchange for a bucket."""
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         super().prepare(buckets)
         self._exchanges = [self.exchange_of(bucket) for bucket in buckets if bucket.views]
 
-    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
-        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
+    def exchange(self, bucket: int) -> Iterator[Pending]:
         compresses = self._exchanges and self.steps >= self.after
-        messages = self._exchanges[bucket].messages() if compresses else self._plain(bucket)
-        first = next(messages, None)
-        if first is not None:
-            self._under_way.append((messages, first))
+        return self._exchanges[bucket].messages() if compresses else super().exchange(bucket)
 
     def finish(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        while under_way:
-            still = []
-            for messages, pending in under_way:
-                pending.wait()
-                following = next(messages, None)
-                if following is not None:
-                    still.append((messages, following))
-            under_way = still
+        super().finish()
         self.steps += bool(self._exchanges)
 
     def state(self) -> dict[str, Any]:
@@ -89,9 +74,6 @@ class Compressed(Reducer):
                 for key, tensor in state["kept"].get(name, {}).items():
                     if key in parts and parts[key].shape == tensor.shape:
                         parts[key].copy_(tensor)
-
-    def _plain(self, bucket: int) -> Iterator[Pending]:
-        yield self.comm.all_reduce(self.buckets[bucket].flat)
 
 
 def real_view(view: Tensor) -> Tensor:
@@ -159,28 +141,16 @@ class Gathered(BucketExchange):
         return {name: {"residual": view} for name, view in views.items()}
 
 
-class TopKReducer(Compressed):
+def top_k(comm: Comm, shards: int, *, k: int, chunk: int, values: str, after: int) -> Compressed:
     """An all-gather per bucket. Sends (N-1) times k numbers of each chunk, with 12-bit indices."""
-
-    def __init__(
-        self, comm: Comm, shards: int, *, k: int, chunk: int, values: str, after: int
-    ) -> None:
-        super().__init__(comm, shards, after)
-        self.codec = TopK(k, chunk, values)
-
-    def exchange_of(self, bucket: Bucket) -> BucketExchange:
-        return Gathered(self.comm, bucket, self.codec)
+    codec = TopK(k, chunk, values)
+    return Compressed(comm, shards, lambda bucket: Gathered(comm, bucket, codec), after)
 
 
-class TwoBitReducer(Compressed):
+def two_bit(comm: Comm, shards: int, *, threshold: float, after: int) -> Compressed:
     """An all-gather per bucket. Sends (N-1) times 2 bits of each number."""
-
-    def __init__(self, comm: Comm, shards: int, *, threshold: float, after: int) -> None:
-        super().__init__(comm, shards, after)
-        self.codec = TwoBit(threshold)
-
-    def exchange_of(self, bucket: Bucket) -> BucketExchange:
-        return Gathered(self.comm, bucket, self.codec)
+    codec = TwoBit(threshold)
+    return Compressed(comm, shards, lambda bucket: Gathered(comm, bucket, codec), after)
 
 
 # --- demo ----------------------------------------------------------------------------------------
@@ -197,19 +167,17 @@ class TwoBitReducer(Compressed):
 # whose code has blocks of 64 x 64, k = 32 and beta = 0.999.
 
 
-class DeMo(Compressed):
+def demo(comm: Comm, shards: int, *, k: int, chunk: int, beta: float) -> Compressed:
     """An all-gather per bucket. Sends (N-1) times k coefficients of each block."""
 
-    def __init__(self, comm: Comm, shards: int, *, k: int, chunk: int, beta: float) -> None:
-        super().__init__(comm, shards)
-        self.keep, self.chunk, self.beta = k, chunk, beta
-
-    def exchange_of(self, bucket: Bucket) -> BucketExchange:
+    def exchange_of(bucket: Bucket) -> BucketExchange:
         first = int(bucket.flat.storage_offset())
         parts: list[tuple[int, int, Codec]] = []
         for view, shape in zip(bucket.views.values(), shapes_of(bucket), strict=True):
             real = real_view(view)
             if real.numel():
-                codec = CosineBlocks(shape, self.keep, self.chunk)
+                codec = CosineBlocks(shape, k, chunk)
                 parts.append((int(real.storage_offset()) - first, real.numel(), codec))
-        return Gathered(self.comm, bucket, CodecParts(parts), self.beta)
+        return Gathered(comm, bucket, CodecParts(parts), beta)
+
+    return Compressed(comm, shards, exchange_of)

@@ -32,15 +32,9 @@ LARGE = 1 << 14
 """Matrices of so many numbers are multiplied one by one."""
 
 
-class PowerSGD(Compressed):
+def power_sgd(comm: Comm, shards: int, *, rank: int, min_rate: float, after: int) -> Compressed:
     """Two all-reduces per bucket. Sends 2(N-1)/N of the factors, other tensors and tally."""
-
-    def __init__(self, comm: Comm, shards: int, *, rank: int, min_rate: float, after: int) -> None:
-        super().__init__(comm, shards, after)
-        self.rank, self.min_rate = rank, min_rate
-
-    def exchange_of(self, bucket: Bucket) -> BucketExchange:
-        return _Factored(self.comm, bucket, self.rank, self.min_rate)
+    return Compressed(comm, shards, lambda bucket: _Factored(comm, bucket, rank, min_rate), after)
 
 
 @dataclass
