@@ -342,6 +342,29 @@ def test_a_node_that_its_scheduler_stops_stops_the_job(
     assert b"stopped (SIGUSR1) after step" in head.communicate()[1]
 
 
+def test_a_link_that_is_cut_carries_nothing_and_keeps_its_carrier() -> None:
+    """As one that is cut behind a switch: Linux forgets no address of another node."""
+    with SimulatedNodes(Network(1)) as made:
+        host, port = made.address
+        pid = made.start(0, Ticket((host,), port, "a key", 0))
+
+        def inside(*words: str) -> subprocess.CompletedProcess[str]:
+            inside_of = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+            return subprocess.run([*inside_of, *words], capture_output=True, text=True)
+
+        def reaches_head(seconds: int) -> bool:
+            connects = ["bash", "-c", f"</dev/tcp/{host}/{port}"]
+            return inside("timeout", str(seconds), *connects).returncode == 0
+
+        assert reaches_head(60)
+        made.cut(0)
+        assert not reaches_head(1)
+        assert "LOWER_UP" in inside("ip", "link", "show", "eth0").stdout
+        assert f"{host} dev eth0 lladdr" in inside("ip", "neigh").stdout
+        made.mend(0)
+        assert reaches_head(60)
+
+
 def test_closing_ends_nodes_whatever_runs_there() -> None:
     before = pids_below(os.getpid())
     made = SimulatedNodes(Network(1))

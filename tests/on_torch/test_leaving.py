@@ -179,6 +179,11 @@ def test_a_rank_that_failed_waits_for_no_checkpoint(on_ranks: OnRanks, tmp_path:
     on_ranks(2, "leaving_workers:fail_during_a_save", argument)
 
 
+def test_connections_of_each_group_have_linear_timeouts(on_ranks: OnRanks) -> None:
+    """Else ranks wait longer after a link was cut."""
+    on_ranks(2, "leaving_workers:timeouts_are_linear", None)
+
+
 class Group:
     """Of some of the ranks."""
 

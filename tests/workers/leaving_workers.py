@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +14,9 @@ from typing import Any
 import trainer_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
+from allranks.torch.comm.comm import CPU
+from allranks.torch.comm.join import join
+from allranks.torch.comm.subgroups import TCP_THIN_LINEAR_TIMEOUTS, _sockets
 from allranks.torch.trainer import Trainer
 
 
@@ -51,4 +55,29 @@ def fail_during_a_save(argument: dict[str, Any]) -> int:
         trainer._saving.checkpointer.writers.thread.start(lambda: never.wait() and None)
         raise ZeroDivisionError
     never.set()
+    return 0
+
+
+def timeouts_are_linear(argument: None) -> int:
+    """Those of the connections that each new group has, and of no other."""
+    option = socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS
+
+    def linear() -> int:
+        number = 0
+        for fd in _sockets().values():
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+                number += each.getsockopt(*option)
+        return number
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert linear() == 0
+        comm = join(World.from_environment(), CPU, backend="gloo")
+        try:
+            before = linear()
+            comm.duplicate().leave()
+            again = comm.duplicate()
+            assert 0 < before < linear() and other.getsockopt(*option) == 0
+            again.leave()
+        finally:
+            comm.leave()
     return 0

@@ -146,11 +146,15 @@ class Switch:
         return {"pid": pid}
 
     def do_cut(self, fds: list[int], number: int) -> None:
-        """Cut the link, as if its cable were unplugged."""
-        _ip("link", "set", self.nodes[number].port, "down")
+        """Drop all packets in the switch.
+
+        The node's interface keeps its carrier. Without one Linux would forget the addresses of the
+        other nodes, and ask for them again only once a second.
+        """
+        _bridge(self.nodes[number].port, "0")
 
     def do_mend(self, fds: list[int], number: int) -> None:
-        _ip("link", "set", self.nodes[number].port, "up")
+        _bridge(self.nodes[number].port, "3")
 
     def do_shape(self, fds: list[int], number: int, link: list[float]) -> None:
         """Change rate and delay, in both directions."""
@@ -198,6 +202,7 @@ def _be_a_node(network: Network, number: int, fds: list[int], entry: int, ready:
             hosts.write(network.hosts_file())
             hosts.flush()
             show_instead(Path(hosts.name), Path("/etc/hosts"))
+        _retransmit_as_most_hosts()
         os.write(ready, b"n")
         if os.read(entry, 1) != b"g":
             os._exit(1)
@@ -214,6 +219,14 @@ def _be_a_node(network: Network, number: int, fds: list[int], entry: int, ready:
     except BaseException:
         traceback.print_exc()
     os._exit(1)
+
+
+def _retransmit_as_most_hosts() -> None:
+    """Use Linux's default congestion control in this node, or Reno if cubic is not permitted."""
+    for algorithm in ("cubic", "reno"):
+        with contextlib.suppress(OSError):  # /proc may be read-only
+            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
+            return
 
 
 def _in_node(pid: int, device: str, link: NodeLink) -> None:
@@ -237,6 +250,11 @@ def _processes_in(network: str) -> list[int]:
 
 def _ip(*words: str) -> None:
     _run("ip", *words)
+
+
+def _bridge(port: str, state: str) -> None:
+    """Set the state of a port: 0 is disabled, 3 is forwarding."""
+    _run("bridge", "link", "set", "dev", port, "state", state)
 
 
 def _tc(*words: str) -> None:

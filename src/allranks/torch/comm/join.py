@@ -35,7 +35,7 @@ from allranks.launcher.world import World, master_endpoint
 from allranks.strategies.roles import TRAINER
 from allranks.torch.comm.comm import TIMEOUT, Comm, translated
 from allranks.torch.comm.rank_sync import StoreBarrier
-from allranks.torch.comm.subgroups import FORMING, with_timeout
+from allranks.torch.comm.subgroups import FORMING, linear_timeouts, with_timeout
 from allranks.torch.machine import check_own_device
 
 PATIENCE_S = 5.0
@@ -88,7 +88,8 @@ def join(
             check_own_device(device, world, store)
         shared_memory.register(world.segment)
         supervised = bool(world.store or world.rendezvous)  # then its launcher names missing ranks
-        with nullcontext() if supervised else _waiting(world, master_endpoint()):
+        waiting = nullcontext() if supervised else _waiting(world, master_endpoint())
+        with waiting, linear_timeouts():
             dist.init_process_group(
                 backend,
                 rank=world.rank,
