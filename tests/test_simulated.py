@@ -22,6 +22,7 @@ import pytest
 
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
+from allranks.job.faults import MEND, Fault
 from allranks.job.place import Network
 from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.cluster import Cluster
@@ -357,11 +358,11 @@ def test_a_link_that_is_cut_carries_nothing_and_keeps_its_carrier() -> None:
             return inside("timeout", str(seconds), *connects).returncode == 0
 
         assert reaches_head(60)
-        made.cut(0)
+        made.break_node(Fault("cut", node=0))
         assert not reaches_head(1)
         assert "LOWER_UP" in inside("ip", "link", "show", "eth0").stdout
         assert f"{host} dev eth0 lladdr" in inside("ip", "neigh").stdout
-        made.mend(0)
+        made.break_node(Fault(MEND, node=0))
         assert reaches_head(60)
 
 
