@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,20 @@ class Run:
         ]
         words += ["--strategy", "ddp", "--elastic", f"1:{RANKS}", "--run-dir", str(self.run_dir)]
         words += ["--set", f"notes={self.notes}", "--set", f"width={WIDTHS[model]}"]
-        words += ["--threads", "1", "--witness", "off"]
+        words += ["--threads", "1", "--witness", "off", "--hang-timeout", "60"]
         words += ["--backend", backend] if backend else []
         words += ["--inject", f"slow@seconds={slow_s},attempt=-1"] if slow_s else []
         self.launch: Launch = host.launch(folder, *words)
         self.rows: list[dict[str, Any]] = []
-        until(lambda: len(self.steps()) == RANKS, f"the first step: {self.launch.err}")
+        self.wait(lambda: len(self.steps()) == RANKS, "the first step")
         self.stays = max(self.launch.ranks)
+
+    def wait(self, claim: Callable[[], bool], what: str) -> None:
+        """Wait until `claim()` is true; an error has what the job wrote by then."""
+        try:
+            until(claim, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.launch.err}") from None
 
     def steps(self) -> dict[int, list[dict[str, Any]]]:
         """The rows of each rank, by its process."""
@@ -86,7 +94,7 @@ class Run:
         time.sleep(NOTHING_FOR_S)
         at = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(self.groups()) > before, f"a group after a kill: {self.launch.err}")
+        self.wait(lambda: len(self.groups()) > before, "a group after a kill")
         step = self.groups()[-1]["step"]
 
         def ends() -> list[float]:
@@ -99,7 +107,7 @@ class Run:
                 if pid != victim and of[-1]["step"] >= step
             ]
 
-        until(lambda: len(ends()) == len(alive) - 1, "the step of the others")
+        self.wait(lambda: len(ends()) == len(alive) - 1, "the step of the others")
         self.rows.append({"what": "kill", "next_s": max(ends()) - at})
 
     def scale(self, ranks: int) -> None:
@@ -108,7 +116,7 @@ class Run:
         time.sleep(NOTHING_FOR_S)
         order = self.host.launch(self.folder, "scale", str(self.run_dir), "--ranks", str(ranks))
         assert order.wait() == 0, order.err
-        until(lambda: len(self.groups()) > before, "a group after the order")
+        self.wait(lambda: len(self.groups()) > before, "a group after the order")
         step = self.groups()[-1]["step"]
         time.sleep(NOTHING_FOR_S)
         gaps = [0.0]

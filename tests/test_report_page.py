@@ -7,6 +7,7 @@ import html
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import tracemalloc
@@ -304,6 +305,7 @@ def broken(run: Path, file: str, text: str) -> None:
         (lambda run: (run / "job.toml").unlink(), "no job.toml"),
         (lambda run: [file.unlink() for file in run.glob("events*")], "no events"),
         (lambda run: broken(run, "report.html", "somebody's"), "no report"),
+        (lambda run: os.mkfifo(run / "report.html"), "no report"),  # nobody writes into it
     ],
 )
 def test_what_is_no_run_is_refused(

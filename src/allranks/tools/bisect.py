@@ -173,19 +173,15 @@ def bisect(run: Path, other: Path | None = None, server: ForkServer | None = Non
     """
     words = f"bisect {run} {other}" if other is not None else f"bisect {run}"
     more: dict[str, Any] = {"changed": other is None, "command": words}
-    requests = [ReplayRequest(path, WrittenSteps.read(path).begin + 1, **more)
-                for path in (run, other or run)]  # fmt: skip
-    plans = [plan_replay(request) for request in requests]
     with scratch_folder() as folder, ExitStack() as stack:
 
-        @cache
-        def machine() -> LocalMachine:
-            return stack.enter_context(machine_for(plans[0].job, server))
+        def side(path: Path, name: str) -> ReplayedSide:
+            request = ReplayRequest(path, WrittenSteps.read(path).begin + 1, **more)
+            job = plan_replay(request).job
+            machine = cache(lambda: stack.enter_context(machine_for(job, server)))
+            return ReplayedSide(request, Path(folder, name), machine)
 
-        a, b = (
-            ReplayedSide(request, Path(folder, name), machine)
-            for request, name in zip(requests, "ab", strict=True)
-        )
+        a, b = side(run, "a"), side(other or run, "b")
         return _of_two(a, b) if other is not None else _of_today(a, b)
 
 

@@ -444,7 +444,7 @@ def check_program(request: ReplayRequest, job: Job, machine: LocalMachine) -> li
     With `changed` it is a note.
     """
     before = facts_of(read_events(request.run))
-    if not before:
+    if not before or PROGRAM not in before[-1]:
         return ["the run has not written which program it was"]
     alone = dataclasses.replace(job, strategy="single", ranks=1)
     was, now = before[-1], by_name(ask_task(machine, alone, "weigh", "weighed")["program"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job.run_folder import read_events, read_rows
+from allranks.job.run_folder import read_events
 from allranks.launcher.scripts.on_path import path_with_hooks
 from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import (
@@ -24,7 +24,7 @@ from allranks.tools.bench.reading import (
     StepSpeeds,
     timed,
 )
-from allranks.tools.script_check.rules.facts import Fact
+from allranks.tools.script_check.rules.facts import Fact, read_facts
 
 TIMED_IN = "ALLRANKS_TIMED"
 THREADS = "OMP_NUM_THREADS"
@@ -123,7 +123,7 @@ def _steps_of_ranks(folder: Path) -> list[list[Fact]]:
     """The steps of each rank, by rank; of several processes of a rank, of the one with most."""
     by_rank: dict[int, list[Fact]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        steps: list[Fact] = [fact for fact in read_rows(path) if fact["fact"] == "step"]
+        steps: list[Fact] = [fact for fact in read_facts(path) if fact["fact"] == "step"]
         if steps and len(steps) > len(by_rank.get(int(steps[-1]["rank"]), ())):
             by_rank[int(steps[-1]["rank"])] = steps
     return [steps for _, steps in sorted(by_rank.items())]

@@ -450,7 +450,7 @@ def _checked(path: Path, option: str, kind: str, mark: str) -> Path:
             why="a file is written there",
             do="name a file in a folder that is there",
         )
-    if path.exists() and mark.encode() not in _beginning(path):
+    if path.exists() and not (path.is_file() and mark.encode() in _beginning(path)):
         raise RequestError(
             asked=f"{option} {path}",
             found=f"a file that is no {kind}",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,18 @@ class Rank:
         return facts[-1].get(name, default) if facts else default
 
 
+def read_facts(path: Path) -> Iterator[Fact]:
+    """The facts of one process, up to a line that is not whole: it may have been killed there."""
+    with suppress(ValueError):
+        yield from read_rows(path)
+
+
 def read_ranks(folder: Path) -> tuple[Rank, ...]:
     """The ranks by number; of several processes with one number, the one with the most facts.
 
     Numbers are those of the process group. If no process created one, they are the launcher's.
     """
-    read = ((path, tuple(read_rows(path))) for path in sorted(folder.glob("*.jsonl")))
+    read = ((path, tuple(read_facts(path))) for path in sorted(folder.glob("*.jsonl")))
     processes = [(*facts, *_of_workers(path)) for path, facts in read if facts]
     grouped = any(_rank_in_group(facts) is not None for facts in processes)
     by_rank: dict[int, tuple[Fact, ...]] = {}
@@ -61,7 +68,7 @@ def read_ranks(folder: Path) -> tuple[Rank, ...]:
 def _of_workers(path: Path) -> list[Fact]:
     """The facts of the loader workers of this process."""
     files = sorted((path.parent / WORKERS).glob(f"{path.stem}-*.jsonl"))
-    return [fact for file in files for fact in read_rows(file)]
+    return [fact for file in files for fact in read_facts(file)]
 
 
 def _rank_in_group(facts: Iterable[Fact]) -> int | None:
