@@ -397,6 +397,8 @@ def test_the_furthest_rank_gives_its_state() -> None:
     all_may_differ = furthest([Position(5), Position(5, is_compared=False), Position()])
     assert all_may_differ.compares and not all_may_differ.unequal
     assert furthest([Position(4, reached=5), Position(joins=True)]).new == (1,)
+    not_compared = [Position(4, joins=True), Position(3), Position(4)]
+    assert furthest(not_compared).source == 2, "what a new rank holds may be wrong"
 
 
 def test_a_state_that_was_not_compared_is_compared_later() -> None:

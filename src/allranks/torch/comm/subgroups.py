@@ -9,6 +9,7 @@ exists.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import socket
@@ -73,12 +74,12 @@ def linear_timeouts() -> Iterator[None]:
     others wait up to 0.6 s more. Linux does so six times, for at most three packets under way, and
     not under BBR. Each message of Gloo begins with so few.
     """
-    before = set(_sockets())
+    before, yes = set(_sockets()), ctypes.c_int(1)
     yield
     for name, fd in _sockets().items():
-        if name not in before:
-            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1)
+        if name not in before:  # a socket of Python would change how it blocks
+            setting = socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, ctypes.byref(yes), 4
+            ctypes.CDLL(None).setsockopt(fd, *setting)
 
 
 def _sockets() -> dict[str, int]:

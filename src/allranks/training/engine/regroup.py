@@ -199,10 +199,15 @@ class Agreed:
 
 
 def furthest(positions: Sequence[Position]) -> Agreed:
-    """The rank from which those behind it receive the state; every rank decides alike."""
+    """The rank from which those behind it receive the state; every rank decides alike.
+
+    Of those that are as far, it is the first that had not just joined: the state of a new rank may
+    be wrong until it is compared.
+    """
     places = [(position.step, position.evaluated) for position in positions]
     first = max(places)
-    source = places.index(first)
+    ahead = [rank for rank, place in enumerate(places) if place == first]
+    source = min(ahead, key=lambda rank: positions[rank].joins)
     behind = tuple(rank for rank, place in enumerate(places) if place != first)
     return Agreed(
         positions[source],

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,20 +113,23 @@ class ScatteredExchange(SequenceExchange):
         """Gather the positions of all ranks for columns; one all-gather."""
         assert self.span is not None
         if _are_functorch_transforms_active():
-            raise self.refusal("a layer within vmap, grad or another transform of torch.func")
+            self.refuse_transform()
         return AllRows(self, part, self.span.whole)
 
     def own_sum(self, parts: Tensor, name: str) -> Tensor:
         """This rank's positions of the sum over the ranks; one reduce-scatter."""
         assert self.span is not None
         if _are_functorch_transforms_active():
-            raise self.refusal("a layer within vmap, grad or another transform of torch.func")
+            self.refuse_transform()
         if parts.ndim != DIMS or parts.shape[POSITIONS] != self.span.whole:
             raise self.refusal(
                 f"a row-parallel Linear in {name!r} that gives activations of shape "
                 f"{tuple(parts.shape)}, for a sequence of {self.span.whole} positions"
             )
         return self.summed_positions(parts)
+
+    def refuse_transform(self, *tensors: Tensor) -> NoReturn:
+        raise self.refusal("a layer within vmap, grad or another transform of torch.func")
 
     def summed_positions(self, parts: Tensor) -> Tensor:
         """This rank's positions of the sum over the ranks; backward gathers."""
@@ -137,8 +140,8 @@ class ScatteredExchange(SequenceExchange):
                 return self.all_positions(gradient, length)
             return self.all(gradient, POSITIONS, length)
 
-        again = self.summed_positions
-        return applied(LinearMap(self.scatter, transposed, again, again), parts)
+        again, batched = self.summed_positions, self.refuse_transform
+        return applied(LinearMap(self.scatter, transposed, again, batched), parts)
 
     def all_positions(self, part: Tensor, length: int) -> Tensor:
         """The positions of all ranks; backward sums this rank's over the ranks."""
@@ -150,7 +153,7 @@ class ScatteredExchange(SequenceExchange):
             return self.all_positions(part, length)
 
         run = partial(self.all, along=POSITIONS, size=length)
-        return applied(LinearMap(run, transposed, again, again), part)
+        return applied(LinearMap(run, transposed, again, self.refuse_transform), part)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """The sum over the ranks of (n, t, f), this rank's positions of it. No gradient."""
