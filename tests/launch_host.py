@@ -81,7 +81,7 @@ class Forked:
 class ForkedServer(ForkServer):
     """A fork server that inherits its imports from the supervisor, which had them from the host."""
 
-    def _started(self, modules: Any, control: socket.socket, environment: dict[str, str]) -> Any:
+    def _started(self, control: socket.socket, environment: dict[str, str]) -> Any:
         pid = os.fork()
         if pid:
             return Forked(pid)

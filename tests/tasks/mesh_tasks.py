@@ -91,7 +91,7 @@ def _compare_memory(trainer: Trainer) -> None:
     for name, parameter in strategy.model.named_parameters():
         del parameter
         holders = [rank for rank in range(comm.size) if name in told[rank]]
-        stages = {mesh.coordinate(rank, "pipeline") for rank in holders}
+        stages = {mesh.group(rank, "pipeline").index(rank) for rank in holders}
         copies = mesh.size("replicate")
         held = sum(torch.Size(told[rank][name]).numel() for rank in holders)
         is_cut = told[holders[0]][name] != list(whole[name].shape)

@@ -109,11 +109,16 @@ class ForkServer(Processes):
         environment = {name: v for name, v in os.environ.items() if name not in OF_A_SCRIPT}
         environment |= {"OPENBLAS_NUM_THREADS": "1", HASH_SEED: self.hash_seed}
         environment[leftovers.VARIABLE] = self._mark
-        self._process = start_module("processes.fork_server", theirs, modules, environment)
+        self._process = self._started(theirs, environment)
         theirs.close()
         self._tickets = itertools.count()
         self._pids: dict[int, int] = {}
         self._stacks: dict[int, int] = {}  # ticket -> nameless file
+
+    def _started(
+        self, control: socket.socket, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return start_module("processes.fork_server", control, self._modules, environment)
 
     def spawn(
         self, process: Process, heartbeats: HeartbeatTable | None = None, listener: int = -1
