@@ -272,21 +272,26 @@ def test_without_a_part_and_its_copy_the_checkpoint_is_loaded(
     assert group["step"] == (0 if checkpoint_every is None else 6)
 
 
+def killed_in(step: int, rank: int) -> str:
+    """A kill when all others are in that step too: one between two steps hands over no parts."""
+    return f"slow@rank={rank},step={step},seconds=0.4 kill@rank={rank},step={step}"
+
+
 REPLICAS = {
     "one of two, then one of none": (
-        "kill@rank=2,step=5 kill@rank=0,step=8",
+        f"{killed_in(5, rank=2)} {killed_in(8, rank=0)}",
         PROGRAM,
         [([0, 1, 3], "replicas"), ([1, 3], "start")],
     ),
     "both": ("kill@rank=1,step=7 kill@rank=3,step=7", PROGRAM, [([0, 2], "start")]),
     "one while a group forms": (
-        "kill@rank=1,step=5 kill@rank=2,at=regroup",
+        f"{killed_in(5, rank=1)} kill@rank=2,at=regroup",
         PROGRAM,
         [([0, 3], "replicas")],
     ),
     "in an update": ("", f"{FILE}:BreaksOff", [([0, 1, 3], "start")]),
     "callbacks hold other tensors": (
-        "kill@rank=2,step=5",
+        killed_in(5, rank=2),
         f"{FILE}:KeepsRows",
         [([0, 1, 3], "replicas")],
     ),
