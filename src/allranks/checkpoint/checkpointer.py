@@ -75,9 +75,8 @@ class Checkpointer:
         self._under_way: int | None = None
         self._committed, self._is_swept = True, False
         self.done_step = -1
-        self.joins = (
-            False  # whether others train already: they go on without a rank that cannot load
-        )
+        self.joins = False
+        """Whether others train already, and go on without this rank if it cannot load."""
 
     def save(
         self, step: int, common: Any, rank_state: Any, about: About, *, blocking: bool = False
