@@ -221,9 +221,7 @@ def test_a_planted_fault_ends_in_a_script_that_shows_it_from_a_checkout(tmp_path
     mean = tmp_path / "src/allranks/torch/parallel/data/reducer.py"
     right = "pending.wait()"
     assert mean.read_text().count(right) == 1
-    wrong = (
-        "pending.wait()\n        for bucket in self.buckets[:1]:\n            bucket.flat[:1] *= 2"
-    )
+    wrong = "pending.wait(); self.buckets[0].flat[:1].mul_(2)"
     mean.write_text(mean.read_text().replace(right, wrong))
 
     def run(*words: str) -> Any:
@@ -235,7 +233,7 @@ def test_a_planted_fault_ends_in_a_script_that_shows_it_from_a_checkout(tmp_path
 
     drawn = ["--seed", "0", "--first", FAULTY, "--combinations", "1"]
     found = run("benchmarks/fuzz.py", *drawn, "--scripts", "scripts", "--no-record")
-    assert found.returncode == 1, found.stderr
+    assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
     (script,) = (tmp_path / "scripts").iterdir()
     text = script.read_text()
     assert "settings={}" in text and "flags={}" in text and len(text.splitlines()) <= 25

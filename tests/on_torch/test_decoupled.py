@@ -669,7 +669,7 @@ def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train, over
         TASK,
         strategy=f"decoupled:every=2,overlap={overlap}",
         ranks=2,
-        inject="kill@rank=0,step=40,at=stepped slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
+        inject="kill@rank=0,at=save:committed slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
         checkpoint_every=10,
         max_restarts=1,
     )
