@@ -20,6 +20,7 @@ of the machine at the end of the run, with its own ranks.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -32,8 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import RECORDS, Comparison, finish_record, say, start_record, value_s
-
-from allranks.job.run_folder import read_events, read_rows
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -69,6 +68,7 @@ class Run:
         words += ["--inject", f"slow@seconds={slow_s},attempt=-1"] if slow_s else []
         self.launch: Launch = host.launch(folder, *words)
         self.rows: list[dict[str, Any]] = []
+        self._parsed: dict[Path, tuple[list[dict[str, Any]], int]] = {}
         self.wait(lambda: len(self.steps()) == RANKS, "the first step")
         self.stays = max(self.launch.ranks)
 
@@ -81,11 +81,24 @@ class Run:
 
     def steps(self) -> dict[int, list[dict[str, Any]]]:
         """The rows of each rank, by its process."""
-        return {int(path.stem): list(read_rows(path)) for path in self.notes.glob("*.jsonl")}
+        return {int(path.stem): self._rows(path) for path in self.notes.glob("*.jsonl")}
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that have made a step."""
-        return [row for row in read_events(self.run_dir) if row["event"] == "group"]
+        files = self.run_dir.glob("events-*.jsonl")
+        groups = [row for path in files for row in self._rows(path) if row["event"] == "group"]
+        return sorted(groups, key=lambda row: int(row["number"]))
+
+    def _rows(self, path: Path) -> list[dict[str, Any]]:
+        """The rows of a file that grows. Each is parsed once: the ranks need the processors."""
+        rows, at = self._parsed.get(path, ([], 0))
+        with path.open() as file:
+            file.seek(at)
+            while (line := file.readline()).endswith("\n"):
+                rows.append(json.loads(line))
+                at = file.tell()
+        self._parsed[path] = rows, at
+        return rows
 
     def kill(self, which: int) -> None:
         """Kill a rank, and note how long the others took."""

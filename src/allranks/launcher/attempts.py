@@ -342,7 +342,9 @@ class Attempts:
         failure = last_failure(self._events(rank))
         may_pass = bool(failure.get("passing", True))
         if self._scaling is None:
-            has_begun = self._rejoining.has_begun or self._table.read()[LEADER].step >= 0
+            beats = self._table.read()  # those of other nodes may come late
+            has_begun = beats[LEADER].step >= 0 or any(beat.has_ended_a_step for beat in beats)
+            has_begun = has_begun or self._rejoining.has_begun
             survives = self.plan.process_set.survives_loss_of
             return has_begun and may_pass and survives(rank, remaining)
         if rank in self._table.group.members and rank not in self._scaling.joining:

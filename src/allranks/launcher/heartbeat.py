@@ -85,6 +85,10 @@ class Beat:
     group: int = 0
     first: int = -1
 
+    @property
+    def has_ended_a_step(self) -> bool:
+        return self.step > self.first
+
 
 class Heartbeat:
     """A rank's side. Without a supervisor (`fd` < 0) it writes to private memory."""

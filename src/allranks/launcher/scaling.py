@@ -94,7 +94,7 @@ class Scaling:
             return True
         goes_on = [member for member in members if member in remaining]
         trains = [beats[member].step for member in goes_on if member not in self.joining]
-        has_ended_one = any(beats[member].step > beats[member].first for member in members)
+        has_ended_one = any(beats[member].has_ended_a_step for member in members)
         has_begun = bool(trains) and (has_ended_one or min(trains) >= 0)
         return has_begun and len(goes_on) >= self.bounds.least
 
