@@ -20,7 +20,7 @@ from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process, ProcessState
-from allranks.launcher.supervisor import Ended, WatchPolicy, supervise
+from allranks.launcher.supervisor import Ended, RankWatch, WatchPolicy, supervise
 from allranks.strategies.resolve import strategy_spec
 from launch_workers import read_pid, write_pid
 
@@ -240,6 +240,22 @@ class LostNode:
 
     def stop_reason(self) -> str:
         return ""
+
+
+def test_a_process_that_has_just_begun_does_not_stand_still(tmp_path: Path) -> None:
+    """It has not beaten yet, and the one that had its number before did so long ago."""
+    (process,) = processes(tmp_path, "waits")
+    with closing(HeartbeatTable(1)) as heartbeats:
+        watch = RankWatch(LostNode(), WatchPolicy(heartbeats, hang_timeout_s=60))
+        watch.awake_since -= 1000
+        row = heartbeats.row(0)
+        heartbeats.put_row(0, row, clock_ahead_s=500)
+        watch.start(process)
+        watch.look_for_a_hang()
+        assert watch.hang is None
+        heartbeats.put_row(0, row, clock_ahead_s=500)
+        watch.look_for_a_hang()
+        assert watch.hang is not None
 
 
 def test_who_is_lost_with_its_node_is_not_spared(tmp_path: Path) -> None:

@@ -246,11 +246,12 @@ class HeartbeatTable:
         self.put_group(Group(0, -1, tuple(range(self.ranks if self.begin is None else self.begin))))
 
     def clear(self, rank: int) -> None:
-        """Forget the beats of a process that had this row before: another one begins."""
+        """Forget the beats of a process that had this row before: another one begins now."""
         start = _rows_at(self.ranks) + rank * _ROW
         for number in range(_ROW):
             self._memory[start + number] = 0.0
         self._memory[start + _STEP] = self._memory[start + _FIRST] = -1
+        self._memory[start + _SINCE] = time.monotonic()
 
     def read(self) -> list[Beat]:
         """The last beat of every rank."""

@@ -203,7 +203,6 @@ class Scaling:
         self.folder.take_room(joiners)
         self.change, self.joining = Change(request, joiners, leavers, size), frozenset(joiners)
         for rank in joiners:
-            self.heartbeats.clear(rank)
             world = replace(planned[rank].world, rank=rank, group=-1, member=rank)
             watch.start(self.make(replace(planned[rank], world=world)))
 

@@ -253,6 +253,8 @@ class RankWatch(Watch):
         """Start a process; what became of one that had its number before is forgotten."""
         self.spared -= {process.rank}
         self.dismissed -= {process.rank}
+        if self.policy.heartbeats is not None:  # the last beat of the one before may be old
+            self.policy.heartbeats.clear(process.rank)
         self.alive[self.server.spawn(process, self.policy.heartbeats)] = process.rank
 
     def dismiss(self, ranks: Collection[int]) -> None:
