@@ -16,7 +16,7 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.start import run_job
 from allranks.launcher.supervisor import supervise
 from conftest import Train
-from tf_runs import events, rows, weights
+from tf_runs import difference, events, rows, weights
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +24,16 @@ JOB: dict[str, Any] = {"strategy": "multi-worker-mirrored", "ranks": 2, "threads
 
 
 def test_digits_are_learnt_here_and_on_two_nodes(train_tf: Train, tmp_path: Path) -> None:
-    """To the bit the same, and nothing of it knows where it runs."""
-    here = train_tf("digits-keras", "epochs=4", **JOB)
+    """The same but for rounding, of which TensorFlow promises no order; nothing of it knows where
+    it runs."""
+    here = train_tf("digits-keras", "epochs=4", **JOB, precision="fp64")
     assert here.summary["eval"]["accuracy"] >= 0.9
     assert here.summary["engine"] == "tensorflow"
-    flags = {**JOB, "place": "simulated:link=1gbit", "nodes": 2, "run_dir": str(tmp_path / "there")}
+    flags = {**JOB, "precision": "fp64", "place": "simulated:link=1gbit", "nodes": 2}
+    flags["run_dir"] = str(tmp_path / "there")
     there = run_job(resolve("digits-keras", flags, ("epochs=4",)))
-    assert rows(there) == rows(here)
-    assert there.summary["weights_sha256"] == here.summary["weights_sha256"]
+    losses, theirs = ([row["loss"] for row in rows(run)] for run in (here, there))
+    assert theirs == pytest.approx(losses, rel=1e-9) and difference(here, there) < 1e-8
     hosts = {event["host"] for event in events(there, "ready")}
     assert len(hosts) == 2
 
