@@ -603,3 +603,10 @@ def test_a_new_rank_receives_into_memory_that_it_has(kind: type[torch.optim.Adam
     assert len(memory) == len(sends) == len(flatten(received, "group")[1])
     has_all = set(memory) <= {tensor.data_ptr() for tensor in rooms.values()}
     assert has_all == (kind is not NeedsAll)
+
+
+@pytest.mark.slow
+def test_a_state_may_take_longer_to_send_than_a_group_to_form(
+    on_ranks: Callable[..., Ended],
+) -> None:
+    on_ranks(2, "leaving_workers:late_hand", "gloo")

@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import trainer_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.join import join
-from allranks.torch.comm.subgroups import TCP_THIN_LINEAR_TIMEOUTS, _sockets
+from allranks.torch.comm.subgroups import FORMING, TCP_THIN_LINEAR_TIMEOUTS, _sockets
 from allranks.torch.trainer import Trainer
 
 
@@ -80,4 +82,18 @@ def timeouts_are_linear(argument: None) -> int:
             again.leave()
         finally:
             comm.leave()
+    return 0
+
+
+def late_hand(backend: str) -> int:
+    """Rank 0 sends a state, in an elastic job, after more time than a group has to form."""
+    comm = join(World.from_environment(), CPU, backend=backend, glance=lambda: None)
+    state = torch.full((4,), float(comm.rank))
+    try:
+        if comm.rank == 0:
+            time.sleep(FORMING.total_seconds() + 1)
+        comm.hand(state, source=0, to=[1])
+        assert state.eq(0).all()
+    finally:
+        comm.leave()
     return 0

@@ -92,7 +92,7 @@ class Pending:
 
     With `store_barrier` a long wait checks there whether all ranks will join. `glance` is called
     often meanwhile, and raises if other ranks train now (`elastic`). `then` is called after the
-    wait to compute the result.
+    wait to compute the result. `timeout` is given where the group was formed with a shorter one.
     """
 
     work: Any = None
@@ -100,6 +100,7 @@ class Pending:
     store_barrier: StoreBarrier | None = None
     then: Callable[[], object] | None = None
     glance: Callable[[], None] | None = None
+    timeout: timedelta | None = None
 
     def wait(self) -> None:
         if self.work is None:
@@ -107,7 +108,7 @@ class Pending:
         before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         try:
             if self.store_barrier is None and self.glance is None:
-                self.work.wait()
+                self.work.wait() if self.timeout is None else self.work.wait(self.timeout)
             else:
                 self._wait_and_look(before)
         except RuntimeError as error:
@@ -374,12 +375,17 @@ class Comm:
             for peer, tensor in messages
         ]
         work = self._begun(dist.batch_isend_irecv, operations) if operations else []
-        return [Pending(request, self.heartbeat) for request in work]
+        return [self._message(request) for request in work]
 
     def _post(self, message: Callable[..., Any], tensor: Tensor, tag: int, **peer: int) -> Pending:
-        """A message, waited for without timeout: after one, Gloo closes all connections."""
-        work = self._begun(message, tensor, group=self.group, tag=tag, **peer)
-        return Pending(work, self.heartbeat)
+        return self._message(self._begun(message, tensor, group=self.group, tag=tag, **peer))
+
+    def _message(self, work: Any) -> Pending:
+        """A message, waited for as long as a collective: at a timeout Gloo closes all connections.
+
+        The groups of an elastic job keep the timeout of their forming for messages.
+        """
+        return Pending(work, self.heartbeat, timeout=None if self.glance is None else TIMEOUT)
 
     def _begun(self, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.heartbeat is not None:
