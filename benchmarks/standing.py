@@ -34,6 +34,8 @@ from typing import Any
 
 from harness import RECORDS, Comparison, finish_record, say, start_record, value_s
 
+from allranks.job.run_folder import read_events
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
@@ -73,11 +75,12 @@ class Run:
         self.stays = max(self.launch.ranks)
 
     def wait(self, claim: Callable[[], bool], what: str) -> None:
-        """Wait until `claim()` is true; an error has what the job wrote by then."""
+        """Wait until `claim()` is true; an error has the last events, and what the job wrote."""
         try:
             until(claim, what)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.launch.err}") from None
+            known = {"ranks": sorted(self.launch.ranks), "events": read_events(self.run_dir)[-6:]}
+            raise AssertionError(f"{self.launch.err}\n{known}\n{error}") from None
 
     def steps(self) -> dict[int, list[dict[str, Any]]]:
         """The rows of each rank, by its process."""
