@@ -75,8 +75,9 @@ def timeouts_are_linear(argument: None) -> int:
         assert linear() == 0
         comm = join(World.from_environment(), CPU, backend="gloo")
         try:
-            before = linear()
-            comm.duplicate().leave()
+            before, first = linear(), comm.duplicate()
+            comm.barrier()  # else one leaves while the other still connects
+            first.leave()
             again = comm.duplicate()
             assert 0 < before < linear() and other.getsockopt(*option) == 0
             again.leave()
