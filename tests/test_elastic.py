@@ -85,9 +85,7 @@ def assert_undisturbed(result: Result, alone: Result) -> None:
 def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: Result) -> None:
     result = elastic(train, "kill@rank=1,step=5 fail@rank=2,step=99 fail@rank=7")
     assert_undisturbed(result, alone)
-    assert "\n2 ranks at the end: ranks were lost, joined or left once, " in in_sentences(
-        result.summary
-    )
+    assert "\n2 ranks at the end: ranks formed another group once, " in in_sentences(result.summary)
     never = {row["text"] for row in read_events(result.run_dir) if row["event"] == "never_due"}
     assert never == {
         "the fault fail@rank=2,step=99 was never due: the job did not come to point 'step' with "
@@ -603,6 +601,14 @@ def test_a_new_rank_receives_into_memory_that_it_has(kind: type[torch.optim.Adam
     assert len(memory) == len(sends) == len(flatten(received, "group")[1])
     has_all = set(memory) <= {tensor.data_ptr() for tensor in rooms.values()}
     assert has_all == (kind is not NeedsAll)
+
+
+@pytest.mark.slow
+def test_a_connection_that_breaks_costs_a_step_and_no_rank(train: Train, alone: Result) -> None:
+    result = elastic(train, "", f"{FILE}:Unplugged", backend="gloo")
+    assert_undisturbed(result, alone)
+    (group,) = groups(result)
+    assert (group["members"], group["lost"], group["steps_again"]) == ([0, 1, 2], [], 1)
 
 
 @pytest.mark.slow

@@ -34,11 +34,11 @@ from allranks.job.scaling import (
     post,
     withdraw,
 )
-from allranks.launcher.heartbeat import Heartbeat, HeartbeatTable
+from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable
 from allranks.launcher.plan import RankPlan
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process
-from allranks.launcher.scaling import READY_S, Scaling
+from allranks.launcher.scaling import MOST_AGAIN, READY_S, Scaling
 from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.launcher.world import World
 from allranks.tools.report.records import read_run
@@ -315,6 +315,23 @@ def test_a_rank_can_be_lost_before_all_have_said_that_they_began(launch: Launch)
     rank.at_step(5)
     rank.at_step(6)
     assert launch.scaling.may_lose(0, {1})
+
+
+def test_the_same_ranks_form_a_group_again_where_a_connection_broke(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.launcher.scaling.LOST_S", 0.0)
+    rank = Heartbeat(launch.table.fd, 0)
+    for number in range(MOST_AGAIN + 2):
+        rank.has_broken(number)
+        launch.tick()
+    assert launch.table.group == Group(MOST_AGAIN, -1, (0, 1)), "no step lay between them"
+    rank.at_step(60)
+    launch.tick()
+    assert launch.table.group.number == MOST_AGAIN
+    rank.has_broken(MOST_AGAIN)
+    launch.tick()
+    assert launch.table.group.number == MOST_AGAIN + 1
 
 
 def test_a_new_rank_with_another_file_or_too_late_is_ended(

@@ -31,7 +31,8 @@ from allranks.job.run_folder import JsonLines
 
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED, _FIRST, _SECONDS = range(9)
+_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED = range(7)
+_FIRST, _BROKEN, _SECONDS = range(7, 10)
 _ROW = _SECONDS + len(PHASES)
 _STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _MEMBERS = range(6)
 _WANTED = 2
@@ -71,7 +72,7 @@ class Beat:
 
     `save_waits`: the thread that saves, beside the training, waits for the other ranks. `group` is
     the number of the group that it is in, or meets the others of. `first` is the step with which
-    this process began.
+    this process began. `broken` is the number of a group in which it has lost a connection.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class Beat:
     save_waits: bool = False
     group: int = 0
     first: int = -1
+    broken: int = -1
 
     @property
     def has_ended_a_step(self) -> bool:
@@ -99,7 +101,7 @@ class Heartbeat:
         start = _rows_at(self._ranks) + (rank if fd >= 0 else 0) * _ROW
         self._row = self._all[start : start + _ROW]
         self._phase = int(self._row[_PHASE])
-        self._row[_STEP] = self._row[_FIRST] = -1
+        self._row[_STEP] = self._row[_FIRST] = self._row[_BROKEN] = -1
         self._since = self._row[_SINCE] = time.monotonic()
         self._saves = self._saves_before = 0.0
         self.watch: Callable[[str, float, float], None] | None = None
@@ -145,6 +147,10 @@ class Heartbeat:
     def enter_group(self, number: int) -> None:
         """This rank leaves its group, and meets the others of group `number`."""
         self._row[_ENTERED] = number
+
+    def has_broken(self, number: int) -> None:
+        """This rank has lost a connection in group `number`; perhaps no rank is lost."""
+        self._row[_BROKEN] = number
 
     def collective(self) -> None:
         """This rank takes part in one more collective."""
@@ -250,7 +256,8 @@ class HeartbeatTable:
         start = _rows_at(self.ranks) + rank * _ROW
         for number in range(_ROW):
             self._memory[start + number] = 0.0
-        self._memory[start + _STEP] = self._memory[start + _FIRST] = -1
+        for number in (_STEP, _FIRST, _BROKEN):
+            self._memory[start + number] = -1
         self._memory[start + _SINCE] = time.monotonic()
 
     def read(self) -> list[Beat]:
@@ -271,6 +278,7 @@ class HeartbeatTable:
                     bool(row[_SAVE_WAITS]),
                     int(row[_ENTERED]),
                     int(row[_FIRST]),
+                    int(row[_BROKEN]),
                 )
             )
         return beats

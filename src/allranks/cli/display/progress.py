@@ -162,12 +162,12 @@ def lost_in(summary: dict[str, Any]) -> str:
 
 
 def _regrouped(summary: dict[str, Any]) -> str:
-    """`3 ranks at the end: ranks were lost, joined or left once, and 1 step was made again`."""
+    """`3 ranks at the end: they formed another group once, and 1 step was made again`."""
     ranks, groups, again = (summary[name] for name in ("world_size", "groups", "steps_again"))
     size = "1 rank" if ranks == 1 else f"{ranks} ranks"
     times = "once" if groups == 1 else f"{groups} times"
     steps = "1 step was" if again == 1 else f"{again or 'no'} steps were"
-    return f"{size} at the end: ranks were lost, joined or left {times}, and {steps} made again"
+    return f"{size} at the end: ranks formed another group {times}, and {steps} made again"
 
 
 def in_sentences(summary: dict[str, Any]) -> str:

@@ -133,7 +133,9 @@ _SAID = {
     FaultKind.PEER_LOST: re.compile(
         # sockets, and what torch's store and Gloo say of them
         r"connection (?:was )?(?:likely )?(?:closed|reset|refused|aborted)"
-        r"|broken pipe|socket closed"
+        r"|broken pipe|socket (?:unexpectedly )?closed|software caused connection abort"
+        r"|no route to host|(?:network|host) is (?:down|unreachable)"
+        r"|(?:connect|read|write) (?:error|timeout) \["  # Gloo, before an address
         r"|Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|DistNetworkError|DistStoreError"
         r"|recvValue failed|failed to recv|pair closure|timed out waiting .{0,40}for (?:recv|send)"
         r"|timed out after .{0,60}waiting for clients|wait timeout after|timeout waiting for key"

@@ -78,7 +78,7 @@ def in_exchange(
 def translated(error: RuntimeError) -> RuntimeError | PeerLost:
     """Translate the error of a failed collective; Gloo names neither rank nor reason."""
     message = str(error)
-    if is_said(FaultKind.TIMED_OUT, message):
+    if is_said(FaultKind.TIMED_OUT, message) and "Connection timed out" not in message:
         waited = f"{TIMEOUT.total_seconds():.0f} s"
         return PeerLost(
             f"another rank did not take part in a collective within {waited}: {message}"
