@@ -61,6 +61,7 @@ def test_what_an_error_says_has_a_bound_and_keeps_both_ends() -> None:
         (FaultKind.PEER_LOST, "recv: Broken pipe", True),
         (FaultKind.PEER_LOST, "Read error [::1]:1: Software caused connection abort", True),
         (FaultKind.PEER_LOST, "writev [127.0.0.1]:1: No route to host", True),
+        (FaultKind.PEER_LOST, "writev [127.0.0.1]:1: Connection timed out", True),
         (FaultKind.PEER_LOST, "Failed to read. Connection was likely closed.", True),
         (FaultKind.PEER_LOST, "Timeout waiting for key: default_pg/0/0", True),
         (FaultKind.PEER_LOST, "WorkNCCL(SeqNum=3) ran for 9 milliseconds before timing out", True),

@@ -132,7 +132,7 @@ _SAID = {
     FaultKind.TIMED_OUT: re.compile(r"[tT]imed out"),
     FaultKind.PEER_LOST: re.compile(
         # sockets, and what torch's store and Gloo say of them
-        r"connection (?:was )?(?:likely )?(?:closed|reset|refused|aborted)"
+        r"connection (?:was )?(?:likely )?(?:closed|reset|refused|aborted|timed out)"
         r"|broken pipe|socket (?:unexpectedly )?closed|software caused connection abort"
         r"|no route to host|(?:network|host) is (?:down|unreachable)"
         r"|(?:connect|read|write) (?:error|timeout) \["  # Gloo, before an address
