@@ -151,7 +151,7 @@ def test_ranks_are_lost_on_any_node(elastic: Elastic, alone: Result, name: str) 
 CUTS = {
     "the other half of the nodes": ("cut@node=1,step=3 slow@rank=0,seconds=0.1", 1, [0, 1]),
     "the store, while a group meets there": (
-        "kill@rank=3,step=5 cut@node=0,step=5 slow@rank=2,at=regroup,seconds=1",
+        "kill@rank=3,step=5 cut@node=0,step=5 slow@rank=2,at=regroup,seconds=4",
         0,
         [2],
     ),
