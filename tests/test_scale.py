@@ -323,13 +323,13 @@ def test_the_same_ranks_form_a_group_again_where_a_connection_broke(
     monkeypatch.setattr("allranks.launcher.scaling.LOST_S", 0.0)
     rank = Heartbeat(launch.table.fd, 0)
     for number in range(MOST_AGAIN + 2):
-        rank.has_broken(number)
+        rank.report_broken(number)
         launch.tick()
     assert launch.table.group == Group(MOST_AGAIN, -1, (0, 1)), "no step lay between them"
     rank.at_step(60)
     launch.tick()
     assert launch.table.group.number == MOST_AGAIN
-    rank.has_broken(MOST_AGAIN)
+    rank.report_broken(MOST_AGAIN)
     launch.tick()
     assert launch.table.group.number == MOST_AGAIN + 1
 

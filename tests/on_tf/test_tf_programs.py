@@ -24,8 +24,7 @@ JOB: dict[str, Any] = {"strategy": "multi-worker-mirrored", "ranks": 2, "threads
 
 
 def test_digits_are_learnt_here_and_on_two_nodes(train_tf: Train, tmp_path: Path) -> None:
-    """The same but for rounding, of which TensorFlow promises no order; nothing of it knows where
-    it runs."""
+    """Equal up to rounding: TensorFlow promises no order of sums. No rank knows where it runs."""
     here = train_tf("digits-keras", "epochs=4", **JOB, precision="fp64")
     assert here.summary["eval"]["accuracy"] >= 0.9
     assert here.summary["engine"] == "tensorflow"

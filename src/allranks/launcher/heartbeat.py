@@ -148,7 +148,7 @@ class Heartbeat:
         """This rank leaves its group, and meets the others of group `number`."""
         self._row[_ENTERED] = number
 
-    def has_broken(self, number: int) -> None:
+    def report_broken(self, number: int) -> None:
         """This rank has lost a connection in group `number`; perhaps no rank is lost."""
         self._row[_BROKEN] = number
 

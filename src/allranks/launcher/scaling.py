@@ -37,8 +37,8 @@ READY_S = 600.0  # for a new rank to load the program, the model and the data
 STEPS_AHEAD = 2  # a rank may begin one more step before it sees the next group
 ORDERS_S = 1.0  # until all nodes have an order that follows from the beats of all
 PACE_S = 0.5
-LOST_S = 1.0  # after a connection broke, until that is known not to be the end of a rank
-MOST_AGAIN = 3  # groups of the same ranks, with no step between
+LOST_S = 1.0  # from a broken connection to another group, if no rank has ended meanwhile
+MOST_AGAIN = 3  # groups of the same ranks in a row, without a step between them
 WAITS = "joining"  # what a new rank writes when it waits for its first group
 
 
@@ -83,11 +83,11 @@ class Scaling:
     )
     """When the ranks were at which step, lately."""
     is_short: bool = field(init=False, default=False)
-    """Whether ranks were lost without which the others cannot end their step."""
+    """Whether the ranks cannot end their step in this group: a rank or a connection is lost."""
     _broken: tuple[int, float] = field(init=False, default=(-1, 0.0))
     """The last group in which a connection broke, and when that was seen."""
     _again: tuple[int, int] = field(init=False, default=(-1, 0))
-    """The last step that broke off so, and how often."""
+    """The last step that a broken connection interrupted, and how often."""
 
     def may_lose(self, rank: int, remaining: Collection[int]) -> bool:
         """Whether the `remaining` processes go on without `rank`; each trains, or joins.
@@ -130,7 +130,9 @@ class Scaling:
     def steer(self, watch: RankWatch) -> None:
         """Carry on with the change that was asked for, or look for a request."""
         running = set(watch.alive.values())
-        if self.is_short or (not watch.ends and self._is_broken(running)):
+        if not watch.ends:
+            self._look_for_broken_connections(running)
+        if self.is_short:
             self.is_short = False
             self.heartbeats.form_group(running & set(self.heartbeats.group.members))
         beats = self.heartbeats.read()
@@ -154,22 +156,25 @@ class Scaling:
         if unwanted:
             watch.dismiss(unwanted)
 
-    def _is_broken(self, running: set[int]) -> bool:
-        """Whether ranks wait for another group for a while, and all of this one are there."""
+    def _look_for_broken_connections(self, running: set[int]) -> None:
+        """Let the same ranks form another group if one has lost a connection, and none has ended.
+
+        A rank whose peer has ended sees the broken connection before the launcher sees the exit.
+        """
         group, beats, now = self.heartbeats.group, self.heartbeats.read(), time.monotonic()
         ranks = [rank for rank in group.members if beats[rank].broken == group.number]
         if not ranks or not running.issuperset(group.members):
-            return False
+            return
         if self._broken[0] != group.number:
             self._broken = group.number, now
         step = max(beats[rank].step for rank in group.members)
         times = self._again[1] if self._again[0] == step else 0
         if now - self._broken[1] < LOST_S or times == MOST_AGAIN:
-            return False
-        self._again = step, times + 1
-        text = f"a connection broke (ranks {ranks}), and no rank is lost: all connect anew"
+            return
+        self._again, self.is_short = (step, times + 1), True
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        text = f"{who} lost a connection, and no rank has ended: all ranks connect again"
         self.folder.events.event("connection_lost", text=text, group=group.number, step=step)
-        return True
 
     def _drain(self, name: str, ranks: frozenset[int], watch: RankWatch) -> None:
         """Let the `ranks` of nodes that got signal `name` leave; if too many would, stop the job.

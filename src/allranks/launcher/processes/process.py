@@ -129,7 +129,7 @@ _SAID = {
     FaultKind.NOT_DETERMINISTIC: re.compile(
         r"does not have a deterministic implementation|Deterministic behavior was enabled with"
     ),
-    FaultKind.TIMED_OUT: re.compile(r"[tT]imed out"),
+    FaultKind.TIMED_OUT: re.compile(r"(?<!Connection )[tT]imed out"),  # that one is the kernel's
     FaultKind.PEER_LOST: re.compile(
         # sockets, and what torch's store and Gloo say of them
         r"connection (?:was )?(?:likely )?(?:closed|reset|refused|aborted|timed out)"

@@ -78,7 +78,7 @@ def in_exchange(
 def translated(error: RuntimeError) -> RuntimeError | PeerLost:
     """Translate the error of a failed collective; Gloo names neither rank nor reason."""
     message = str(error)
-    if is_said(FaultKind.TIMED_OUT, message) and "Connection timed out" not in message:
+    if is_said(FaultKind.TIMED_OUT, message):
         waited = f"{TIMEOUT.total_seconds():.0f} s"
         return PeerLost(
             f"another rank did not take part in a collective within {waited}: {message}"
@@ -92,7 +92,7 @@ class Pending:
 
     With `store_barrier` a long wait checks there whether all ranks will join. `glance` is called
     often meanwhile, and raises if other ranks train now (`elastic`). `then` is called after the
-    wait to compute the result. `timeout` is given where the group was formed with a shorter one.
+    wait to compute the result. `timeout` replaces the default of the group.
     """
 
     work: Any = None
@@ -107,10 +107,12 @@ class Pending:
             return
         before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         try:
-            if self.store_barrier is None and self.glance is None:
-                self.work.wait() if self.timeout is None else self.work.wait(self.timeout)
-            else:
+            if self.store_barrier is not None or self.glance is not None:
                 self._wait_and_look(before)
+            elif self.timeout is not None:
+                self.work.wait(self.timeout)
+            else:
+                self.work.wait()
         except RuntimeError as error:
             raise translated(error) from error
         if self.then is not None:
@@ -381,9 +383,10 @@ class Comm:
         return self._message(self._begun(message, tensor, group=self.group, tag=tag, **peer))
 
     def _message(self, work: Any) -> Pending:
-        """A message, waited for as long as a collective: at a timeout Gloo closes all connections.
+        """A message under way; it may take as long as a collective.
 
-        The groups of an elastic job keep the timeout of their forming for messages.
+        torch sets a new timeout of a group for its collectives alone, and at a timeout Gloo closes
+        all connections. Groups of an elastic job have a short one while they form.
         """
         return Pending(work, self.heartbeat, timeout=None if self.glance is None else TIMEOUT)
 

@@ -225,12 +225,12 @@ def furthest(positions: Sequence[Position]) -> Agreed:
 def next_group(heartbeat: Heartbeat, world: World, step: int, error: PeerLost) -> Group:
     """The group that trains from `step` on; waits for the supervisor to name it.
 
-    If no rank is lost, that is a group of the same ranks. Raises `error` if there is none, and
+    If only a connection broke, it has the same ranks. Raises `error` if there is none, and
     `TrainsNoMore` if this rank is in none any more.
     """
     until = time.monotonic() + PATIENCE_S
     heartbeat.enter("exchange")
-    heartbeat.has_broken(world.group)
+    heartbeat.report_broken(world.group)
     while not heartbeat.has_left(world.group, step):
         if time.monotonic() > until:
             raise error
