@@ -38,8 +38,8 @@ HAS_TORCH = {"torch", "programs", "testing", "huggingface"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
-    "files": 466,
-    "lines": 108_750,
+    "files": 467,
+    "lines": 109_250,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 63,
     "imports in a circle of rooms, launcher/": 2,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from allranks.job.scaling import (
     post,
     withdraw,
 )
-from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable
+from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable, Stream
 from allranks.launcher.plan import RankPlan
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process
@@ -198,11 +199,11 @@ class Launch:
     def tick(self) -> None:
         self.scaling.steer(self.watch)
 
-    def write(self, rank: int, *names: str) -> None:
+    def write(self, rank: int, *names: str, **values: Any) -> None:
         """Events of a rank."""
         with JsonLines(rank_events_path(self.folder.path, rank), attempt=0) as events:
             for name in names:
-                events.event(name)
+                events.event(name, **values)
 
     @property
     def answer(self) -> dict[str, Any]:
@@ -258,6 +259,34 @@ def test_a_group_forms_when_every_new_rank_waits_for_it(launch: Launch) -> None:
     launch.tick()
     assert launch.answer["event"] == "scaled" and launch.answer["joined"] == [2, 3]
     assert not launch.watch.dismissed
+
+
+@pytest.mark.parametrize("has_nodes", [False, True])
+@pytest.mark.parametrize(("steps_per_s", "is_sent"), [(1.0, False), (3.0, True)])
+def test_a_state_that_takes_longer_than_a_step_is_sent_before(
+    launch: Launch, has_nodes: bool, steps_per_s: float, is_sent: bool
+) -> None:
+    """Here half a second; a step takes one, or a third."""
+    launch.scaling.has_nodes = has_nodes
+    launch.scaling._pace.append((time.monotonic() - 100, round(6 - 100 * steps_per_s)))
+    launch.ask(ranks=4)
+    size = 5e7 if has_nodes else 2e8
+    for rank in (2, 3):
+        launch.write(rank, "joins", "ready", "joining", state_bytes=size)
+    launch.tick()
+    assert (launch.table.group.number == 0) == is_sent
+    if not is_sent:
+        assert launch.table.stream.number == 0
+        return
+    with closing(HeartbeatTable(4, begin=0)) as node:
+        node.put_orders(launch.table.orders)
+        assert Heartbeat(node.fd, 3).stream() == launch.table.stream == Stream(1, (2, 3))
+    launch.write(2, "streamed", cause="")
+    launch.tick()
+    assert launch.table.group.number == 0
+    launch.write(3, "streamed", cause="the connection broke")
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2, 3)
 
 
 def test_one_change_at_a_time(launch: Launch) -> None:
@@ -629,6 +658,55 @@ def test_a_new_rank_that_dies_harms_nobody(
         assert " on, not 4, as rank 3 ended before it had joined: see " in err
         assert err.endswith(": rank 2 joined\n")
     assert [row["rank"] for row in job.events("worker_lost")] == [3]
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher takes it that a state is sent a byte in a second."""
+    monkeypatch.setattr("allranks.launcher.scaling.BYTES_PER_S", 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_state_is_sent_while_the_others_train(changing: Change, alone: str, ranks: int) -> None:
+    job = changing(("scale", "--ranks", str(ranks)), ("scale", "--leave", "0"), ("join",))
+    job.fields = ("ema=0.9",)
+    result = job.run()
+    assert [(code, err) for code, _, err in job.answers] == [(0, "")] * 3, job.answers
+    check_undisturbed(job, result, alone)
+    assert [row["cause"] for row in job.events("streamed")] == [""] * (ranks - 1)
+    streamed = [(row["joined"], row.get("streamed", False)) for row in job.events("group")]
+    assert streamed == [([*range(2, ranks)], True), ([], False), ([0], True)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("fault", ["sends", "receives", "of all"])
+def test_where_a_stream_breaks_all_of_the_state_is_sent_at_the_boundary(
+    changing: Change, server: ForkServer, alone: str, fault: str
+) -> None:
+    """One of its two ranks dies; or the updates of some parameters alone are others."""
+    job = changing(("join",))
+    job.fields = (f"fault={fault}",)
+    result = job.run()
+    ((code, _, err),) = job.answers
+    if fault == "of all":
+        flags = {"run_dir": str(job.folder / "alone"), "bitwise": True, "steps": STEPS}
+        flags |= {"first_check": "off"}
+        alone = str(
+            run_job(resolve(str(job.program), flags, job.fields), server).summary["weights_sha256"]
+        )
+    assert result.summary["weights_sha256"] == alone
+    causes = [row["cause"] for row in job.events("streamed")]
+    assert not any(row.get("streamed") for row in job.events("group"))
+    if fault == "receives":
+        assert code == 1 and "rank 2 ended before it had joined" in err and not causes
+    else:
+        assert code == (1 if fault == "sends" else 0) and err.count("rank 2 joined") == code, err
+        says = {"sends": "", "of all": "the updates of this rank came to another state"}[fault]
+        assert says in causes[-1] and causes[-1]
+        assert job.events("group")[-1]["joined"] == [2]
 
 
 OTHER = "ReplicasDiffer: this rank holds another state than it was sent; first in "

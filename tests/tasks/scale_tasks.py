@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from allranks.errors import RequestError
 from allranks.launcher.world import World
-from allranks.torch import Task
+from allranks.torch import Task, state_stream
 from allranks.torch.data.batch import Batch
 
 PASS_S = 0.005
@@ -31,6 +31,35 @@ class Counts(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
         return super().step(closure)
+
+
+class OfAll(torch.optim.AdamW):
+    """Updates by the norm of all gradients, so not of some parameters alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
+def dies_in_a_stream(part: str) -> None:
+    """Let this rank be killed when it sends, or receives, the third part of a state."""
+    kind: Any
+    kind, name = {
+        "sends": (state_stream.Sending, "after_step"),
+        "receives": (state_stream.StateReceiver, "_take"),
+    }[part]
+    original, calls = getattr(kind, name), [0]
+
+    def call(self: Any, *arguments: Any, **more: Any) -> Any:
+        calls[0] += part == "receives" or self._next > 0
+        if calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments, **more)
+
+    setattr(kind, name, call)
 
 
 @dataclass
@@ -47,13 +76,17 @@ class Unhurried(Task):
     """The number of that rank."""
 
     def model(self) -> nn.Module:
+        state_stream.LEAST_BYTES = 1  # a part is one tensor
+        world, fault = World.from_environment(), self.fault
+        if (fault, world.number, world.group) in (("sends", 0, 0), ("receives", self.odd, -1)):
+            dies_in_a_stream(fault)
         return nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        kind = Counts if self.fault == "counts" else torch.optim.AdamW
-        optimizer = kind(model.parameters(), lr=1e-2)
+        kinds = {"counts": Counts, "of all": OfAll}
+        optimizer = kinds.get(self.fault, torch.optim.AdamW)(model.parameters(), lr=1e-2)
         world = World.from_environment()
         if self.fault and world.group < 0 and world.number == self.odd:
             optimizer.register_load_state_dict_post_hook(

@@ -6,8 +6,8 @@ it wants of the ranks (to stop, to save), and which of them train together (`Gro
 such a memory, with rows for all ranks of the job. The memory has no name, so no death leaves it
 behind.
 
-    [ wanted: stop, save | group: number, step from which it trains, where its ranks meet, and
-      whether each rank is in it
+    [ wanted: stop, save | group: number, step from which it trains, where its ranks meet
+    | the number of the newest stream | of each rank the last group and the last stream it is in
     | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
       others, the group it is in, the step it began with, seconds per phase | … ]
 
@@ -34,12 +34,16 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED = range(7)
 _FIRST, _BROKEN, _SECONDS = range(7, 10)
 _ROW = _SECONDS + len(PHASES)
-_STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _MEMBERS = range(6)
+_STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _STREAM, _MEMBERS = range(7)
 _WANTED = 2
 
 
-def _rows_at(ranks: int) -> int:
+def _receivers_at(ranks: int) -> int:
     return _MEMBERS + ranks
+
+
+def _rows_at(ranks: int) -> int:
+    return _receivers_at(ranks) + ranks
 
 
 def _size(ranks: int) -> int:
@@ -48,7 +52,7 @@ def _size(ranks: int) -> int:
 
 def _ranks_in(fd: int) -> int:
     """How many rows a memory has."""
-    return (os.fstat(fd).st_size // 8 - _MEMBERS) // (1 + _ROW)
+    return (os.fstat(fd).st_size // 8 - _MEMBERS) // (2 + _ROW)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,17 @@ class Group:
     from_step: int
     members: tuple[int, ...]
     store: str = ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An order to the first rank of the group: to send the state to these ranks, which will join.
+
+    Orders count from 1; 0 is none.
+    """
+
+    number: int = 0
+    receivers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,6 +200,21 @@ class Heartbeat:
         """The number of the newest group, negative while it is written; reads 8 bytes."""
         return int(self._all[_GROUP])
 
+    @property
+    def stream_number(self) -> int:
+        """The number of the newest stream, negative while it is written; reads 8 bytes."""
+        return int(self._all[_STREAM])
+
+    def stream(self) -> Stream:
+        """The newest stream."""
+        start = _receivers_at(self._ranks)
+        while True:
+            number = self.stream_number
+            flags = self._all[start : start + self._ranks].tolist()
+            if number == self.stream_number >= 0:
+                receivers = (rank for rank, flag in enumerate(flags) if flag == number > 0)
+                return Stream(number, tuple(receivers))
+
     def has_left(self, number: int, step: int) -> bool:
         """Whether group `number` trains no more at step `step`, since a newer one does."""
         if self.group_number == number:
@@ -240,6 +270,8 @@ class HeartbeatTable:
     stores: dict[int, str] = field(init=False, default_factory=dict)
     group: Group = field(init=False)
     """The newest group."""
+    stream: Stream = field(init=False, default=Stream())
+    """The newest stream."""
 
     def __post_init__(self) -> None:
         self.fd = os.memfd_create("allranks-heartbeat")
@@ -303,15 +335,18 @@ class HeartbeatTable:
     @property
     def orders(self) -> dict[str, Any]:
         """What was asked of the ranks so far, and their group, for memories of other nodes."""
-        return {"wanted": self._memory[:_WANTED].tolist(), "group": asdict(self.group)}
+        newest = {"group": asdict(self.group), "stream": asdict(self.stream)}
+        return {"wanted": self._memory[:_WANTED].tolist(), **newest}
 
     def put_orders(self, orders: Mapping[str, Any]) -> None:
         """Ask what was asked elsewhere."""
         for number, value in enumerate(orders["wanted"]):
             self._memory[number] = value
-        group = orders["group"]
+        group, stream = orders["group"], orders["stream"]
         if group["number"] >= self.group.number:
             self.put_group(Group(**{**group, "members": tuple(group["members"])}))
+        if stream["number"] >= self.stream.number:
+            self.put_stream(Stream(stream["number"], tuple(stream["receivers"])))
 
     def form_group(self, members: Collection[int], from_step: int = -1) -> Group:
         """Let these ranks train together from now on, or before step `from_step`; the next group.
@@ -331,6 +366,14 @@ class HeartbeatTable:
             self._memory[_MEMBERS + rank] = group.number
         self._memory[_GROUP] = group.number
         self.group = group
+
+    def put_stream(self, stream: Stream) -> None:
+        """Show ranks the newest stream, ordered here or elsewhere."""
+        self._memory[_STREAM] = -stream.number  # while it is written
+        for rank in stream.receivers:  # a flag is the number of the last stream of a rank
+            self._memory[_receivers_at(self.ranks) + rank] = stream.number
+        self._memory[_STREAM] = stream.number
+        self.stream = stream
 
     def ask_to_stop(self) -> None:
         """Every rank finishes its step, commits a checkpoint and leaves."""

@@ -3,8 +3,9 @@
 A new rank is a process of its own that loads the program, the model and the data while the others
 train. When it waits for a group, the launcher forms one with it, which begins before a step that
 no rank has reached: all change at the same boundary. There the new rank receives the state of the
-training, for which the others wait. Ranks that leave are left out of the next group, and end. A new
-rank that fails before it is in a group costs the others nothing.
+training, for which the others wait. If that would take longer than a step, it receives the state
+before, while the others train (`Stream`). Ranks that leave are left out of the next group, and end.
+A new rank that fails before it is in a group costs the others nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from allranks.job.scaling import (
     next_request,
 )
 from allranks.launcher.fault_report import events_of
-from allranks.launcher.heartbeat import Group, HeartbeatTable
+from allranks.launcher.heartbeat import Group, HeartbeatTable, Stream
 from allranks.launcher.plan import RankPlan
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.supervisor import RankWatch
@@ -40,6 +41,9 @@ PACE_S = 0.5
 LOST_S = 1.0  # from a broken connection to another group, if no rank has ended meanwhile
 MOST_AGAIN = 3  # groups of the same ranks in a row, without a step between them
 WAITS = "joining"  # what a new rank writes when it waits for its first group
+STREAMED = "streamed"  # when it has the state, or the stream broke
+BYTES_PER_S, BYTES_PER_S_OF_NODES = 4e8, 1e8  # measured on one machine; a gigabit per second
+LEAST_S = 0.1  # a shorter wait is not worth a stream
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Change:
     began_at: float = field(default_factory=time.monotonic)
     group: Group | None = None
     ready_s: float | None = None
+    is_streamed: bool | None = None
+    """Whether the new ranks were to receive the state before they join; `None`: not decided."""
 
 
 @dataclass
@@ -78,10 +84,8 @@ class Scaling:
     change: Change | None = field(init=False, default=None)
     joining: frozenset[int] = field(init=False, default=frozenset())
     """New ranks that have not begun to train."""
-    _pace: deque[tuple[float, int]] = field(
-        init=False, default_factory=lambda: deque([(time.monotonic(), 0)], maxlen=4)
-    )
-    """When the ranks were at which step, lately."""
+    _pace: deque[tuple[float, int]] = field(init=False, default_factory=lambda: deque(maxlen=20))
+    """When the ranks were at which step, in the last ten seconds."""
     is_short: bool = field(init=False, default=False)
     """Whether the ranks cannot end their step in this group: a rank or a connection is lost."""
     _broken: tuple[int, float] = field(init=False, default=(-1, 0.0))
@@ -137,7 +141,7 @@ class Scaling:
             self.heartbeats.form_group(running & set(self.heartbeats.group.members))
         beats = self.heartbeats.read()
         self.joining = frozenset(r for r in self.joining & running if beats[r].step < 0)
-        if time.monotonic() - self._pace[-1][0] > PACE_S:
+        if not self._pace or time.monotonic() - self._pace[-1][0] > PACE_S:
             last = max((beats[rank].step for rank in self.heartbeats.group.members), default=0)
             self._pace.append((time.monotonic(), last))
         over, members = not running - self.joining, set(self.heartbeats.group.members)
@@ -240,8 +244,7 @@ class Scaling:
         A rank that has not entered its group yet, as another was lost, would miss that one.
         """
         for rank in change.joiners:
-            rows = events_of(self.folder.path, rank, self.attempt)
-            rows = [row for row in rows if row["monotonic"] >= change.began_at]
+            rows = self._events_since(change, rank)
             for row in rows:
                 if row["event"] == "ready" and (name := self.differs(row)):
                     self._give_up(change, f"rank {rank} has loaded another {name} than the others")
@@ -257,6 +260,8 @@ class Scaling:
         members = set(group.members)
         if any(beats[rank].group != group.number for rank in members):
             return
+        if not self._have_state(change):
+            return
         last = max(beats[rank].step for rank in members)
         change.ready_s = time.monotonic() - change.began_at
         wanted = members - set(change.leavers) | set(change.joiners)
@@ -265,13 +270,40 @@ class Scaling:
         else:
             change.group = self.heartbeats.form_group(wanted, last + self._steps_ahead(last))
 
+    def _have_state(self, change: Change) -> bool:
+        """Whether a group may form: new ranks have the state that was to be sent before.
+
+        It is sent before where it takes longer than a step, and than `LEAST_S`.
+        """
+        events = [self._events_since(change, rank) for rank in change.joiners]
+        if change.is_streamed is None:
+            waiting = (row for rows in events for row in rows if row["event"] == WAITS)
+            size = max((row.get("state_bytes", 0) for row in waiting), default=0)
+            seconds = size / (BYTES_PER_S_OF_NODES if self.has_nodes else BYTES_PER_S)
+            last = max(beat.step for beat in self.heartbeats.read_members())
+            steps = seconds * self._steps_per_s(last)[0]
+            change.is_streamed = seconds > LEAST_S and steps > 1
+            if change.is_streamed:
+                order = Stream(self.heartbeats.stream.number + 1, change.joiners)
+                self.heartbeats.put_stream(order)
+        if not change.is_streamed:
+            return True
+        return all(any(row["event"] == STREAMED for row in rows) for rows in events)
+
+    def _events_since(self, change: Change, rank: int) -> list[dict[str, Any]]:
+        rows = events_of(self.folder.path, rank, self.attempt)
+        return [row for row in rows if row["monotonic"] >= change.began_at]
+
     def _steps_ahead(self, last: int) -> int:
         """How many steps after the `last` that was begun a group starts; on nodes a second."""
-        now = time.monotonic()
         if not self.has_nodes:
             return STEPS_AHEAD
-        rate = max((last - step) / max(now - at, 0.1) for at, step in self._pace)
-        return STEPS_AHEAD + math.ceil(ORDERS_S * max(rate, 0.0))
+        return STEPS_AHEAD + math.ceil(ORDERS_S * max(self._steps_per_s(last)))
+
+    def _steps_per_s(self, last: int) -> list[float]:
+        """The mean speed up to the step `last`, begun now, since each look in the last seconds."""
+        now = time.monotonic()
+        return [max(last - step, 0) / max(now - at, 0.1) for at, step in self._pace]
 
     def _other_data(self, waits: dict[str, Any]) -> str:
         """How the data of a new rank differ from those that the job began with; "" if they do not.

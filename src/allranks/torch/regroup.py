@@ -32,6 +32,7 @@ from allranks.torch.checkpoint.state import (
 )
 from allranks.torch.data.sources import StreamSource
 from allranks.torch.model.placement import update_by_nothing
+from allranks.torch.state_stream import parts_of
 from allranks.torch.witness.replicas import verify
 from allranks.training.engine.regroup import (
     CHECKPOINT,
@@ -126,7 +127,8 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
 
     At a `planned` end all ranks are there, and wait for the checkpoint under way; where they hold
     parts of the state they save it first, or exchange copies, if the next group then has all parts.
-    Else it is committed already, or given up.
+    A stream to new ranks ends with this step. Otherwise the checkpoint is committed already, or
+    given up.
     """
     saving = trainer.saving
     if planned and saving is not None:
@@ -139,6 +141,8 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
                     trainer.save(wait=False, evaluate=False)
                     _wait_for_thread(trainer)
             saving.checkpointer.wait()
+    if planned and trainer.stream is not None:
+        trainer.stream.end(trainer.progress.batch_index)
     trainer.close(failed=True)
     for parameter in trainer.model.parameters():
         parameter.grad = None  # a part of the buckets of that group
@@ -269,7 +273,8 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
     newest = committed(folder)[:1] if looks else []
     saved = step_of(newest[0]) if newest else -1
     if before is None or before.is_new:
-        return Position(saved=saved, joins=True)
+        streamed = -1 if before is None else before.streamed
+        return Position(saved=saved, joins=True, streamed=streamed)
     evaluated = int(before.state["course"]["found_at"])
     at = (before.step, evaluated, before.is_best, before.reached, saved)
     parts = before.live or before.spare
@@ -282,22 +287,27 @@ def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str
     """The state of the rank `source`, on those behind it: a text, and tensors in few messages.
 
     A new rank receives into the tensors of its own `state` where these are alike, and share no
-    memory.
+    memory. Tensors that it has received before (`state_stream`) are not sent again.
     """
     comm, is_source, text = trainer.comm, trainer.comm.rank == agreed.source, ""
     tensors, skeleton = dict[str, torch.Tensor](), None
     if is_source or comm.rank in agreed.new:
         skeleton, tensors = flatten(state, "group")
+    parts = parts_of(trainer.model, state["strategy"]) if agreed.is_streamed and tensors else []
+    there = {tensor.data_ptr() for part in parts for tensor in part.values()}
+    streamed = {path: t for path, t in tensors.items() if t.data_ptr() in there}
     if is_source:
         forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in tensors.items()]
-        text = json.dumps([skeleton, forms])
+        text = json.dumps([skeleton, [form for form in forms if form[0] not in streamed]])
     skeleton, forms = json.loads(comm.gather_texts(text)[agreed.source])
     is_behind = comm.rank in agreed.behind
     if is_behind:
         rooms = _apart(tensors)
         tensors = {path: _room(rooms.get(path), DTYPES[t], shape) for path, t, shape in forms}
     if is_behind or is_source:
-        comm.hand(*tensors.values(), source=agreed.source, to=agreed.behind)
+        unknown = [tensor for path, tensor in tensors.items() if path not in streamed]
+        comm.hand(*unknown, source=agreed.source, to=agreed.behind)
+    tensors = {**tensors, **streamed}
     return dict(unflatten(skeleton, tensors)) if is_behind else state
 
 

@@ -52,6 +52,7 @@ from allranks.torch.model.placement import notes_on
 from allranks.torch.model.precision import explain, explaining, set_kernels
 from allranks.torch.optimizers.made import with_recipe
 from allranks.torch.shared_memory.backend import notes_on_backend
+from allranks.torch.state_stream import StateSender
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.deferred_results import notes_on_update
 from allranks.torch.step.in_flight import steps_of
@@ -174,6 +175,7 @@ class Trainer(EngineTrainer[Batch]):
     _saving: Saving | None = None
     _dealer: Dealer | None = None
     _auditor: Auditor | None = None
+    stream: StateSender | None = None
 
     def __init__(
         self,
@@ -209,6 +211,9 @@ class Trainer(EngineTrainer[Batch]):
             self._resources.close()
             raise
         self._before = None
+        if job.elastic and not self.strategy.agreement.cuts_state:
+            self.stream = StateSender(self.strategy, self.world, self.heartbeat)
+            self._resources.callback(self.stream.close)
 
     @classmethod
     def from_parts(
@@ -234,6 +239,8 @@ class Trainer(EngineTrainer[Batch]):
             self._dealer.before_batch(self.task_data, self.progress)
         if self.spare is not None and self.comm.size > 1:
             self.refresh_spare()
+        if self.stream is not None:
+            self.stream.after_step(self.progress.batch_index)
         if not self.witness.observes:
             return next(upcoming, None)
         self.witness.before_reading(self.task_data.batches)

@@ -38,6 +38,7 @@ from allranks.torch.parameter_server.worker import work
 from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.regroup import compare, hand_over, leave, make_room, take_over
 from allranks.torch.shared_memory.backend import backend_record
+from allranks.torch.state_stream import StateReceiver
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
 from allranks.torch.witness.digests import StateDigests
@@ -345,6 +346,11 @@ class TorchRank(RankProgram[Trainer]):
         before = hand_over(trainer)
         leave(trainer, planned=planned)
         return before
+
+    def receiver(self, trainer: Trainer, before: Handover) -> StateReceiver:
+        """What receives the state while this rank waits for its first group."""
+        on = self.world, trainer.heartbeat, self.record.events.event
+        return StateReceiver(trainer.strategy, before.state, *on)
 
     def digester(self, trainer: Trainer) -> StateDigester | None:
         """The digests of the strategy's state."""

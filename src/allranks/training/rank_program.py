@@ -29,7 +29,14 @@ from allranks.launcher.heartbeat import Group
 from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
-from allranks.training.engine.regroup import Agreed, Handover, TrainsNoMore, first_group, next_group
+from allranks.training.engine.regroup import (
+    Agreed,
+    Handover,
+    Receives,
+    TrainsNoMore,
+    first_group,
+    next_group,
+)
 from allranks.training.engine.saved_job import check_ends_later
 from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.progress import StepResult
@@ -200,6 +207,10 @@ class RankProgram(ABC, Generic[T]):
     @staticmethod
     def make_room(trainer: T) -> None:
         """Allocate what a new rank is going to receive, before the others wait for it."""
+        raise NotImplementedError
+
+    def receiver(self, trainer: T, before: Handover) -> Receives:
+        """What receives the state of a new rank while the others train; its trainer is closed."""
         raise NotImplementedError
 
     def digester(self, trainer: T) -> StateDigester | None:
@@ -387,9 +398,11 @@ class RankProgram(ABC, Generic[T]):
         trainer.faults.reach("start")
         trainer.faults.reached.update(trainer.faults.faults)  # its number may have had them before
         before = self.leave_group(trainer, planned=False)
-        before = dataclasses.replace(before, is_new=True, joins=True)
-        self.record.events.event("joining", data=before.data.facts)
-        group = first_group(trainer.heartbeat, world)
+        self.world, receiver = world, self.receiver(trainer, before)
+        size = receiver.state_bytes
+        self.record.events.event("joining", data=before.data.facts, state_bytes=size)
+        group = first_group(trainer.heartbeat, world, receiver)
+        before = dataclasses.replace(before, is_new=True, joins=True, streamed=receiver.step)
         trainer = self._meet(task, before, group, -1)
         self.record.join(trainer)
         if not self._loads_state:

@@ -234,6 +234,19 @@ def _store_of(world: World) -> Any:
     return store
 
 
+def store_of_stream(world: World, where: str, number: int, ranks: int) -> Any:
+    """A store for some ranks that are in no group together: beside that of the group at `where`."""
+    name, patience = f"stream-{number}", timedelta(minutes=1)
+    if world.store:
+        store = FileStore(f"{world.store.partition('-group-')[0]}-{name}", ranks)
+        store.set_timeout(patience)
+        return store
+    host, _, port = where.rpartition(":")
+    return PrefixStore(
+        f"attempt-{world.attempt}/{name}", TCPStore(host, int(port), timeout=patience)
+    )
+
+
 def _store_of_environment(world: World) -> Any:
     """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch finds it."""
     where = master_endpoint()

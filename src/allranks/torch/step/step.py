@@ -146,6 +146,7 @@ class SharedStep(Passes):
         self._is_awaited = is_accelerator(self.scope.device)
         self.average: MovingAverage | None = None
         self.updated_at = -1  # the step of the last update, from its beginning on
+        self.before_update: Callable[[], None] | None = None  # the gradients are final
         self.guard = Guard()
         self.rates = Rates(self.task, self.optimizer)
 
@@ -376,6 +377,8 @@ class SharedStep(Passes):
         self._sparse_of_step.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
         with self.parts.updating(gradients):
+            if self.before_update is not None:
+                self.before_update()
             if skip is None and divisor is None:
                 update(self.optimizer)
             else:

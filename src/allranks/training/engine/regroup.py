@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from allranks.errors import PeerLost
 from allranks.job.faults import Faults
@@ -77,6 +77,8 @@ class Handover:
     """Whether digests were compared since ranks of this group received a state."""
     joins: bool = False
     """Whether this rank has joined, and was not compared with the others since."""
+    streamed: int = -1
+    """The step after which a new rank has the weights and the optimizer, sent before it joined."""
 
     @property
     def step(self) -> int:
@@ -109,8 +111,8 @@ class Position:
 
     `evaluated` is the step after which it last evaluated, `row` what its metrics say of the last
     step, `saved` the step of the newest checkpoint that it sees; `reached`, `steps_again`,
-    `is_compared` and `joins` are those of `Handover`. `spares` are the copies of parts of the state
-    that it has.
+    `is_compared`, `joins` and `streamed` are those of `Handover`. `spares` are the copies of parts
+    of the state that it has.
     """
 
     step: int = -1
@@ -123,6 +125,7 @@ class Position:
     is_compared: bool = True
     joins: bool = False
     spares: Sequence[SpareParts] = ()
+    streamed: int = -1
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ class Agreed:
     """The newest copies of the state in memory."""
     is_compared: bool = True
     """Whether digests were compared since ranks of earlier groups received a state."""
+    is_streamed: bool = False
+    """Whether those behind have the weights and the optimizer, and receive only the others."""
 
     @property
     def compares(self) -> bool:
@@ -219,6 +224,7 @@ def furthest(positions: Sequence[Position]) -> Agreed:
         max(position.steps_again for position in positions),
         spare=newest_spare(positions),
         is_compared=all(position.is_compared for position in positions),
+        is_streamed=all(positions[rank].streamed == first[0] for rank in behind),
     )
 
 
@@ -244,10 +250,27 @@ def next_group(heartbeat: Heartbeat, world: World, step: int, error: PeerLost) -
     return group
 
 
-def first_group(heartbeat: Heartbeat, world: World) -> Group:
+class Receives(Protocol):
+    """What receives the state of a new rank while the others train.
+
+    The state has `state_bytes` in all. `step` is the step after which this rank has it, else -1.
+    """
+
+    state_bytes: int
+    step: int
+
+    def look(self, heartbeat: Heartbeat, number: int) -> bool:
+        """Take what has come for rank `number`; returns whether more may come."""
+        ...
+
+
+def first_group(heartbeat: Heartbeat, world: World, receiver: Receives) -> Group:
     """The group that a new rank joins; there it waits until the others come to their boundary."""
     heartbeat.enter("exchange")
     while world.number not in (group := heartbeat.group()).members:
+        receiver.look(heartbeat, world.number)
+        time.sleep(LOOK_S)
+    while receiver.look(heartbeat, world.number) and heartbeat.group_number == group.number:
         time.sleep(LOOK_S)
     heartbeat.wants_save()  # what was asked for before is none of its business
     return group

@@ -81,6 +81,8 @@ class RankRecord(Callback):
         joined = [group.members[rank] for rank in agreed.new]
         self._group = {"number": group.number, "members": list(group.members)}
         self._group |= {"lost": lost, "joined": joined, "steps_again": agreed.steps_again}
+        if agreed.behind and agreed.is_streamed:
+            self._group["streamed"] = True
         if agreed.loaded_from:
             lost_parts = {"parts_lost": list(agreed.parts_lost)}
             self._group |= {"loaded_from": agreed.loaded_from, **lost_parts}
