@@ -9,7 +9,8 @@ with SIGKILL, the first and others, and then `allranks scale` starts a new one i
              again, on the last of the others; a step is a part of it
     held_s   for a join, from the end of the last step before it to that of the first one after
              it, on the rank where this is longest, less a step; of `--joins` joins in a run of
-             steps that `--inject slow` makes longer, and whose ranks leave by `scale`
+             steps that `--inject slow` makes longer, and whose ranks leave by `scale`, and in one
+             over two simulated nodes with a link of 1 Gbit/s
 
 A run of each model over shared memory, and one over Gloo. `step_s` is the median of all steps of
 the same run. One process is never killed: `task` and `fd` are its threads and open files after the
@@ -44,6 +45,7 @@ from launch_host import Host, Launch, until  # noqa: E402
 RANKS, BAR_S = 4, 0.5
 WIDTHS = {"small MLP": 64, "MLP of 12 M weights": 2000, "MLP of 20 M weights": 2565}
 JOINS_OF, SLOW_S = "MLP of 12 M weights", 0.4
+LINKED, LINK = "MLP of 20 M weights", "simulated:link=1gbit"
 BACKENDS = {"shared memory": "", "Gloo": "gloo"}
 NOTHING_FOR_S = 0.3
 
@@ -51,7 +53,9 @@ NOTHING_FOR_S = 0.3
 class Run:
     """One training, and what happens to it."""
 
-    def __init__(self, host: Host, folder: Path, model: str, backend: str, slow_s: float) -> None:
+    def __init__(
+        self, host: Host, folder: Path, model: str, backend: str, slow_s: float, place: str = ""
+    ) -> None:
         self.host, self.folder, self.run_dir = host, folder, folder / "run"
         self.notes = folder / "notes"
         self.notes.mkdir()
@@ -68,11 +72,12 @@ class Run:
         words += ["--threads", "1", "--witness", "off", "--hang-timeout", "60"]
         words += ["--backend", backend] if backend else []
         words += ["--inject", f"slow@seconds={slow_s},attempt=-1"] if slow_s else []
+        words += ["--nodes", "2", "--place", place] if place else []
         self.launch: Launch = host.launch(folder, *words)
         self.rows: list[dict[str, Any]] = []
         self._parsed: dict[Path, tuple[list[dict[str, Any]], int]] = {}
         self.wait(lambda: len(self.steps()) == RANKS, "the first step")
-        self.stays = max(self.launch.ranks)
+        self.stays = max(self.steps())
 
     def wait(self, claim: Callable[[], bool], what: str) -> None:
         """Wait until `claim()` is true; an error has the last events, and what the job wrote."""
@@ -128,20 +133,21 @@ class Run:
 
     def scale(self, ranks: int) -> None:
         """Let ranks join or leave, and note how long the others stood."""
-        alive, before = set(self.launch.ranks), len(self.groups())
+        before = len(self.groups())
         time.sleep(NOTHING_FOR_S)
         order = self.host.launch(self.folder, "scale", str(self.run_dir), "--ranks", str(ranks))
         assert order.wait() == 0, order.err
         self.wait(lambda: len(self.groups()) > before, "a group after the order")
-        step = self.groups()[-1]["step"]
+        group = self.groups()[-1]
+        step, what = group["step"], "join" if group["joined"] else "leave"
         time.sleep(NOTHING_FOR_S)
         gaps = [0.0]
-        for pid, rows in self.steps().items():
+        for rows in self.steps().values():  # a new rank has no step before
             at = {row["step"]: row["monotonic"] for row in rows}
-            if pid in alive and step in at and step - 1 in at:
+            if step in at and step - 1 in at:
                 gaps.append(at[step] - at[step - 1])
-        what = "join" if ranks > len(alive) else "leave"
-        self.rows.append({"what": what, "held_s": max(gaps) - self.step_s()})
+        row = {"what": what, "held_s": max(gaps) - self.step_s()}
+        self.rows.append(row | {"is_streamed": group.get("streamed", False)})
 
     def step_s(self) -> float:
         """The median step so far, of all ranks."""
@@ -168,14 +174,15 @@ def measured(host: Host, model: str, backend: str, options: argparse.Namespace) 
         return _row(run, f"{model}, {backend}")
 
 
-def joined(host: Host, backend: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The joins of a model whose steps are long."""
+def joined(host: Host, backend: str, options: argparse.Namespace, place: str) -> dict[str, Any]:
+    """The joins of a model whose steps are long, or of one at a `place` with a slow link."""
+    model, slow_s, where = (LINKED, 0.0, LINK) if place else (JOINS_OF, SLOW_S, "longer steps")
     with tempfile.TemporaryDirectory(prefix="benchmark-standing-") as name:
-        run = Run(host, Path(name), JOINS_OF, BACKENDS[backend], SLOW_S)
+        run = Run(host, Path(name), model, BACKENDS[backend], slow_s, place)
         for _ in range(options.joins):
             run.scale(RANKS - 1)
             run.scale(RANKS)
-        return _row(run, f"{JOINS_OF}, longer steps, {backend}")
+        return _row(run, f"{model}, {where}, {backend}")
 
 
 def _row(run: Run, what: str) -> dict[str, Any]:
@@ -192,7 +199,7 @@ def _row(run: Run, what: str) -> dict[str, Any]:
 
 
 def comparisons(rows: list[dict[str, Any]]) -> list[Comparison]:
-    """The kills beside half a second, and the joins of long steps beside a step."""
+    """The kills beside half a second, and the joins of other runs beside a step."""
     found = []
     for row in rows:
         kills = [each["next_s"] for each in row["samples"] if each["what"] == "kill"]
@@ -222,7 +229,9 @@ def main() -> None:
         for model in options.models if options.kills else ():
             rows.append(measured(host, model, backend, options))
         if options.joins:
-            rows.append(joined(host, backend, options))
+            rows.append(joined(host, backend, options, ""))
+    if options.joins and "Gloo" in options.backends:
+        rows.append(joined(host, "Gloo", options, LINK))
     host.close()
     record["samples"] = {row["what"]: row.pop("samples") for row in [dict(r) for r in rows]}
     record["rows"] = [{n: v for n, v in row.items() if n != "samples"} for row in rows]

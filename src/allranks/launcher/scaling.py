@@ -3,9 +3,9 @@
 A new rank is a process of its own that loads the program, the model and the data while the others
 train. When it waits for a group, the launcher forms one with it, which begins before a step that
 no rank has reached: all change at the same boundary. There the new rank receives the state of the
-training, for which the others wait. If that would take longer than a step, it receives the state
-before, while the others train (`Stream`). Ranks that leave are left out of the next group, and end.
-A new rank that fails before it is in a group costs the others nothing.
+training, for which the others wait. If that would take about a step, or longer, it receives the
+state before, while the others train (`Stream`). Ranks that leave are left out of the next group,
+and end. A new rank that fails before it is in a group costs the others nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_AGAIN = 3  # groups of the same ranks in a row, without a step between them
 WAITS = "joining"  # what a new rank writes when it waits for its first group
 STREAMED = "streamed"  # when it has the state, or the stream broke
 BYTES_PER_S, BYTES_PER_S_OF_NODES = 4e8, 1e8  # measured on one machine; a gigabit per second
-LEAST_S = 0.1  # a shorter wait is not worth a stream
+LEAST_S, LEAST_STEPS = 0.1, 0.5  # a shorter wait is not worth a stream
 
 
 @dataclass
@@ -273,7 +273,8 @@ class Scaling:
     def _have_state(self, change: Change) -> bool:
         """Whether a group may form: new ranks have the state that was to be sent before.
 
-        It is sent before where it takes longer than a step, and than `LEAST_S`.
+        It is sent before where it takes about a step, or longer: what is known of the speed of the
+        link is rough.
         """
         events = [self._events_since(change, rank) for rank in change.joiners]
         if change.is_streamed is None:
@@ -282,7 +283,7 @@ class Scaling:
             seconds = size / (BYTES_PER_S_OF_NODES if self.has_nodes else BYTES_PER_S)
             last = max(beat.step for beat in self.heartbeats.read_members())
             steps = seconds * self._steps_per_s(last)[0]
-            change.is_streamed = seconds > LEAST_S and steps > 1
+            change.is_streamed = seconds > LEAST_S and steps > LEAST_STEPS
             if change.is_streamed:
                 order = Stream(self.heartbeats.stream.number + 1, change.joiners)
                 self.heartbeats.put_stream(order)

@@ -1,7 +1,7 @@
 """The state of a training, sent to ranks that are about to join, while the others train.
 
-At the boundary where a rank joins all wait until it has the state. If that takes longer than a
-step, the launcher orders a stream before (`launcher.scaling`). After each step the first rank of
+At the boundary where a rank joins all wait until it has the state. If that takes about a step, or
+longer, the launcher orders a stream before (`launcher.scaling`). After each step the first rank of
 the group sends a part of its state: some parameters, with what the optimizer keeps for them. From
 then on it also sends the gradients of these parameters, and the new rank makes the same updates:
 
