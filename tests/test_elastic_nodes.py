@@ -24,7 +24,7 @@ from allranks.errors import PeerLost
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events, read_rows
 from allranks.job.scaling import ANSWERS, ScaleRequest, post
-from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable
+from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable, Stream
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.nodes.join import Ticket
 from allranks.launcher.nodes.nodes import Node, Nodes
@@ -82,7 +82,7 @@ def test_agents_show_their_ranks_the_newest_group() -> None:
         assert rank.group() == Group(0, -1, (0, 1, 2))
         head.stores |= {0: "10.0.0.1:4000", 1: "192.168.255.254:65535"}
         first, second = head.form_group([0, 2]), head.form_group([1, 2, 3], 9)
-        before = {"wanted": [0.0, 0.0], "group": asdict(first)}
+        before = {"wanted": [0.0, 0.0], "group": asdict(first), "stream": asdict(Stream())}
         assert (first.store, second.store) == ("10.0.0.1:4000", "192.168.255.254:65535")
         agents.put_orders(json.loads(json.dumps(head.orders)))
         agents.put_orders(before)

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from allranks.job.config import resolve
-from allranks.job.run_folder import read_events
+from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.start import run_job
+from conftest import TASKS
 
 WAIT_S = 180
 Nodes = Callable[..., subprocess.Popen[str]]
@@ -188,6 +189,49 @@ def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
         if row["event"] == "stopped" and row["rank"] is None
     )
     assert stopped["reason"] == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_a_lost_node_comes_back_to_an_elastic_job(
+    node: Nodes, server: ForkServer, tmp_path: Path
+) -> None:
+    """With the words of the others; its ranks join, and no step is made again for that."""
+    run, hurry, program = tmp_path / "run", tmp_path / "hurry", tmp_path / "own.py"
+    text = (TASKS / "scale_tasks.py").read_text()
+    program.write_text(text)
+    words = ("own.py", "--ranks", "4", "--elastic", "2:4", "--bitwise", "--steps", "300")
+    words += ("--run-dir", "run", "--first-check", "off", "--set", f"hurry={hurry}")
+
+    def wait_for(members: list[int]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not any(row.get("members") == members for row in read_events(run)):
+            assert time.monotonic() < deadline and head.poll() is None, ended(head)
+            time.sleep(0.1)
+
+    lost, head = node(1, *words), node(0, *words, "--json")
+    while len(list(read_rows(run / "metrics.jsonl"))) < 3:
+        assert head.poll() is None, ended(head)
+        time.sleep(0.1)
+    lost.kill()
+    wait_for([0, 1])
+    code, _, err = ended(node(1, *words, "--seed", "3"))
+    assert code == 2 and "every node is started with the same words" in err
+    program.write_text(text + "# edited\n")
+    code, _, err = ended(node(1, *words))
+    assert code == 2 and "the nodes are not alike" in err and "the program (digest)" in err
+    program.write_text(text)
+    back = node(-1, *words)
+    wait_for([0, 1, 2, 3])
+    assert ended(node(1, *words))[0] == 2, "it is here already"
+    hurry.touch()
+    (code, out, err), _ = ended(head), ended(back)
+    assert (code, back.returncode) == (0, 0), err
+    assert "has come back, with seats for 2 ranks" in err
+    flags = {"bitwise": True, "steps": 300, "run_dir": str(tmp_path / "one")}
+    one = run_job(resolve(str(program), flags), server)
+    assert json.loads(out.splitlines()[-1])["weights_sha256"] == one.summary["weights_sha256"]
+    groups = [row for row in read_events(run) if row["event"] == "group"]
+    assert [row["steps_again"] for row in groups if row["joined"]] == [0]
 
 
 @pytest.mark.slow(but=1)

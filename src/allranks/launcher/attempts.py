@@ -335,6 +335,7 @@ class Attempts:
             programs.differs,
             job.nodes > 1,
             self.resources.drained,
+            self.resources.back,
         )
 
     def _may_lose(self, rank: int, remaining: Collection[int]) -> bool:

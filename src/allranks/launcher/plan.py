@@ -295,6 +295,13 @@ class Resources(ABC):
         """The ranks on nodes that are to leave, and which signal says so; none: no such node."""
         return "", frozenset()
 
+    def back(self) -> list[tuple[str, int]]:
+        """What to say of the nodes that have come back, after they were lost, since the last call.
+
+        Each text has the number of ranks for which the node has seats.
+        """
+        return []
+
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """Break the nodes whose fault is due. Called about ten times a second while ranks run."""
 

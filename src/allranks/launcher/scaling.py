@@ -68,7 +68,8 @@ class Scaling:
     `plan_for(ranks, new)` has the plan of each of `ranks`, of which some are `new`; `make` makes a
     process of one. `edited()` names a file of the program that is not as the ranks have loaded it;
     `differs(ready)` one that a new rank has loaded otherwise, by its event `ready`; "" if there
-    is none. `drained()` has the ranks of nodes that are to leave, and the signal that says so.
+    is none. `drained()` has the ranks of nodes that are to leave, and the signal that says so,
+    `back()` a text of each node that has come back, and for how many ranks it has seats.
     """
 
     bounds: Bounds
@@ -81,6 +82,7 @@ class Scaling:
     differs: Callable[[dict[str, Any]], str]
     has_nodes: bool = False
     drained: Callable[[], tuple[str, frozenset[int]]] = lambda: ("", frozenset())
+    back: Callable[[], list[tuple[str, int]]] = list
     change: Change | None = field(init=False, default=None)
     joining: frozenset[int] = field(init=False, default=frozenset())
     """New ranks that have not begun to train."""
@@ -149,6 +151,8 @@ class Scaling:
             self._consider(request, watch)
         if not watch.ends:
             self._drain(*self.drained(), watch)
+            if not self._is_busy(watch):
+                self._welcome(watch)
         if (change := self.change) is not None:
             if change.group is not None:
                 self._conclude_if_over(change, change.group, running)
@@ -197,6 +201,15 @@ class Scaling:
                 watch.asked_to_stop = name
             else:
                 self._begin(ScaleRequest.new(leave=leavers, by=name), watch)
+
+    def _welcome(self, watch: RankWatch) -> None:
+        """Let ranks join on nodes that have come back."""
+        seats = 0
+        for text, count in self.back():
+            seats += count
+            self.folder.events.event("node_back", text=text)
+        if count := min(seats, self.bounds.most - len(self.heartbeats.group.members)):
+            self._consider(ScaleRequest.new(join=count, by="a node that has come back"), watch)
 
     def _is_busy(self, watch: RankWatch) -> bool:
         """Whether a change is not done yet: ranks join or leave."""

@@ -297,7 +297,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "witness":
         lines = [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
         return [*lines, *(f"note: {NOT_SEEN}: {text}" for text in event.get("unseen", ()))]
-    if name in ("not_digested", "audit", "never_due", "connection_lost"):
+    if name in ("not_digested", "audit", "never_due", "connection_lost", "node_back"):
         return [f"note: {event['text']}"]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]

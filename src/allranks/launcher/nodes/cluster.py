@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
+from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError, RequestError
 from allranks.job import faults
 from allranks.job.faults import MEND
 from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.join import ANY, JoinServer, preflight
+from allranks.launcher.nodes.join import ANY, JoinServer, preflight, refuse
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places import NAMED, AgentPlace, NodeRequest, Rendezvous, Started, find_place
 from allranks.launcher.places.agents import ticket_for
@@ -43,6 +44,8 @@ from allranks.launcher.scripts.topology import Host
 from allranks.launcher.supervisor import EVIDENCE_S, NEVER
 from allranks.launcher.world import Visible
 
+AGAIN_S = 10.0  # between two attempts to start the agent of a lost node again
+
 
 @dataclass
 class Cluster(Resources):
@@ -57,6 +60,11 @@ class Cluster(Resources):
     break_node: Callable[[faults.Fault], None] | None = None
     per_rank: bool = False
     ends_at: float = NEVER
+    join_server: JoinServer | None = None
+    check_back: Callable[[Node], None] = lambda node: None
+    """Raises `PlaceError` for a node that has come back, and is not as the others."""
+    start_again: Callable[[int], None] | None = None
+    _tries_at: dict[int, float] = field(default_factory=dict)
     _idle: frozenset[int] = frozenset()  # processes that count no steps
     _to_do: list[faults.Fault] = field(default_factory=list)
     _to_mend: list[tuple[float, faults.Fault]] = field(default_factory=list)
@@ -164,6 +172,33 @@ class Cluster(Resources):
     def drained(self) -> tuple[str, frozenset[int]]:
         return self.server.drained()
 
+    def back(self) -> list[tuple[str, int]]:
+        """The nodes that have come back since the last call, and for how many ranks each has seats.
+
+        The place tries lost nodes again, where it can, but none that was asked to leave. A node
+        that is not as the others, or whose files are not, is refused.
+        """
+        back, now, server = list[tuple[str, int]](), time.monotonic(), self.join_server
+        for node in self.server.nodes:
+            due = self._tries_at.setdefault(node.number, now + AGAIN_S) if node.lost else NEVER
+            if now >= due and not node.drain and self.start_again is not None:
+                self._tries_at[node.number] = now + AGAIN_S
+                with suppress(OSError):
+                    self.start_again(node.number)
+        for node in server.admit_again(self.server.nodes) if server is not None else ():
+            name, seats = f"node {node.number} ({node.name})", self.counts[node.number]
+            try:
+                self.server.take_back(node, self.check_back)
+            except (PlaceError, RequestError) as error:
+                refuse(node, str(error))
+                self._tries_at[node.number] = NEVER
+                back.append((f"{name} has come back, and is refused: {error}", 0))
+            else:
+                self._tries_at.pop(node.number, None)
+                for_ranks = f"seats for {seats} rank{'s' * (seats != 1)}"
+                back.append((f"{name} has come back, with {for_ranks}", seats))
+        return back
+
     def _seat(self, node: Node, living: list[Node]) -> Seat:
         """Nodes are numbered by host: with an agent per rank, several agents share one."""
         assert node.chosen is not None, "preflight comes first"
@@ -218,7 +253,7 @@ def gathered(
     with (
         place.start(request) as started,
         _removed_if_empty(request.shared),
-        _joined(request, started, interrupted) as nodes,
+        _joined(request, started, interrupted) as (nodes, join_server),
     ):
         preflight(nodes, request.shared, os.getcwd(), request.program)
         interrupted()
@@ -227,13 +262,15 @@ def gathered(
         counts = shares(request.ranks, request.nodes, started.slots, request.server_nodes)
         counts = (1,) * request.ranks if per_rank else counts
         by_node = dict(enumerate(counts))
-        yield Cluster(nodes, by_node, started.break_node, per_rank, started.ends_at)
+        check = partial(preflight, nodes, request.shared, os.getcwd(), request.program)
+        parts = started.break_node, per_rank, started.ends_at, join_server, check
+        yield Cluster(nodes, by_node, *parts, started.start_again)
 
 
 @contextmanager
 def _joined(
     request: NodeRequest, started: Started, interrupted: Callable[[], None]
-) -> Iterator[Nodes]:
+) -> Iterator[tuple[Nodes, JoinServer]]:
     """All nodes, once they have joined. At the end they get the exit code, and leave."""
     rendezvous = request.rendezvous
 
@@ -242,16 +279,19 @@ def _joined(
         interrupted()
 
     expected = started.names, started.key, started.listener, request.words
-    members = JoinServer(*expected, rendezvous.join_timeout_s, check).wait_for_all()
-    nodes = Nodes(members, rendezvous.node_timeout_s, started.watch, started.last_words)
+    server = JoinServer(*expected, rendezvous.join_timeout_s, check)
+    nodes = Nodes(
+        server.wait_for_all(), rendezvous.node_timeout_s, started.watch, started.last_words
+    )
     code, text = EXIT_PROGRAM_FAILED, ""
     try:
-        yield nodes
+        yield nodes, server
         code = EXIT_DONE
     except BaseException as error:
         code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
         raise
     finally:
+        server.close()
         nodes.leave(code, f"allranks: {text}" if text else "")
 
 

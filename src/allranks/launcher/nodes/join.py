@@ -1,6 +1,7 @@
 """The nodes of a job join its head: admission, missing nodes, and the checks before the start.
 
-The head listens at one address. It admits a node that knows the key, was started with the same
+The head listens at one address, in an elastic job to the end: a node may come back after it was
+lost. It admits a node that knows the key, was started with the same
 command line, and has a free number. Before anything starts, the head checks that all nodes have
 the same versions and program and see the run folder, and chooses the address at which each is
 reachable. An error names every node that differs.
@@ -108,8 +109,24 @@ class JoinServer:
                 _dismiss(node.channel, getattr(error, "exit_code", 1), str(error))
             raise
         finally:
-            self._admission.close()
+            self.close()
         return [self._joined[number] for number in sorted(self._joined)]
+
+    def close(self) -> None:
+        """Close the connections that are not admitted yet."""
+        self._admission.close()
+
+    def admit_again(self, nodes: list[Node]) -> list[Node]:
+        """Those that have come in place of lost ones of these `nodes` since the last call.
+
+        They are not checked yet. Never blocks.
+        """
+        self._joined = {node.number: node for node in nodes if not node.lost}
+        before = set(self._joined)
+        for channel, introduction in self._admission.admit():
+            with suppress(RequestError):  # other words: it is refused, and has the error
+                self._seat(channel, introduction)
+        return [node for number, node in self._joined.items() if number not in before]
 
     def _seat(self, channel: Channel, introduction: Message) -> None:
         try:
@@ -120,7 +137,7 @@ class JoinServer:
             _dismiss(channel, EXIT_BAD_REQUEST, f"this node is refused: {why}")
             return
         if node.number == ANY:
-            numbers = range(1, len(self.names) + 1)
+            numbers = range(1, len(self.names) + 1)  # the last one is of no node, and refused
             node.number = next(n for n in numbers if n not in self._joined)
         if not 0 <= node.number < len(self.names):
             self._refuse(node, f"there are {len(self.names)} nodes, numbered from 0")
@@ -135,9 +152,8 @@ class JoinServer:
             self._joined[node.number] = node
 
     def _refuse(self, node: Node, why: str) -> None:
-        text = f"node {node.number} from {node.name} is refused: {why}"
         self._refused.append(f"node {node.number} from {node.name}: {why}")
-        _dismiss(node.channel, EXIT_BAD_REQUEST, text)
+        refuse(node, why)
 
     def _check_waiting_nodes(self) -> None:
         """Free the number of a node that left before the others joined; send others `alive`."""
@@ -183,6 +199,13 @@ def _node_of(channel: Channel, introduction: Message) -> Node:
     )
 
 
+def refuse(node: Node, why: str) -> None:
+    """Turn away a node that has been admitted."""
+    text = f"node {node.number} from {node.name} is refused: {why}"
+    _dismiss(node.channel, EXIT_BAD_REQUEST, text)
+    node.lost = node.lost or why
+
+
 def _dismiss(channel: Channel, code: int, text: str) -> None:
     with suppress(Disconnected):
         channel.send({"do": "leave", "code": code, "text": f"allranks: {text}"})
@@ -198,14 +221,19 @@ def _other_words(node: Node, words: tuple[str, ...]) -> RequestError:
     )
 
 
-def preflight(nodes: Nodes, shared: Path | None, cwd: str, program: str = "") -> None:
+def preflight(
+    nodes: Nodes, shared: Path | None, cwd: str, program: str = "", back: Node | None = None
+) -> None:
     """Check all nodes before anything starts, and choose the address of each.
 
     Every node must see the folder `shared`, and have the same file `program`. Raises `PlaceError`.
+    Later only a node that has come `back` is checked. Its address is the one that it reaches the
+    head from: the others have closed the doorbells by which all are tried before the start.
     """
+    checked = nodes.living if back is None else [back]
     if shared is not None:
-        _check_shared(nodes, shared, cwd)
-    for node in nodes.living if program else ():
+        _check_shared(nodes, checked, shared, cwd)
+    for node in checked if program else ():
         digest = nodes.ask(node, {"do": "digest", "program": program})
         node.facts = dataclasses.replace(node.facts, program=digest)
     names = {f"node {node.number} ({node.name})": node.facts for node in nodes.living}
@@ -215,11 +243,14 @@ def preflight(nodes: Nodes, shared: Path | None, cwd: str, program: str = "") ->
             + "\n".join(f"  {line}" for line in unequal)
             + "\ninstall the same on every node, or share one environment"
         )
-    choose_addresses(nodes)
+    if back is None:
+        choose_addresses(nodes)
+    else:
+        back.chosen = back.interfaces[0] if back.interfaces else _LOOPBACK_INTERFACE
 
 
-def _check_shared(nodes: Nodes, folder: Path, cwd: str) -> None:
-    """Raise `PlaceError` unless every node can read a file that the head just wrote."""
+def _check_shared(nodes: Nodes, checked: list[Node], folder: Path, cwd: str) -> None:
+    """Raise `PlaceError` unless each of these nodes can read a file that the head just wrote."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -233,7 +264,7 @@ def _check_shared(nodes: Nodes, folder: Path, cwd: str) -> None:
     probe.write_text(content)
     try:
         blind = []
-        for node in nodes.living:
+        for node in checked:
             message = {"do": "see", "path": str(probe), "content": content, "cwd": cwd}
             if problem := nodes.ask(node, message):
                 blind.append(f"  node {node.number} ({node.name}): {problem}")

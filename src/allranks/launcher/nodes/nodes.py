@@ -102,6 +102,7 @@ class Nodes(Processes):
         self._exits: list[Exit] = []
         self._heartbeats: HeartbeatTable | None = None
         self._orders: dict[str, Any] = {}
+        self._start: Message = {}
         self._stop_reason = ""
         self._alive_at = self._looked_at = self._awake_since = time.monotonic()
         self._reported: set[int] = set()
@@ -130,9 +131,20 @@ class Nodes(Processes):
 
     def start_servers(self, modules: tuple[str, ...]) -> None:
         """Start a fork server on every node, with these modules imported and the same hash seed."""
-        message = {"do": "start", "modules": modules, "hash_seed": self.hash_seed}
+        self._start = {"do": "start", "modules": modules, "hash_seed": self.hash_seed}
         for node in self.living:
-            self._send(node, message)
+            self._send(node, self._start)
+
+    def take_back(self, node: Node, check: Callable[[Node], None]) -> None:
+        """Put a node in the place of a lost one, `check` it, and start its fork server.
+
+        Raises what `check` raises; the node is lost then, and so is no fault of the job.
+        """
+        self.nodes[node.number] = node
+        self._reported.add(node.number)
+        check(node)
+        self._send(node, self._start)
+        self._reported.discard(node.number)
 
     def listen(self, node: Node) -> str:
         """host:port of a socket on which this node listens, for the rendezvous of one attempt."""

@@ -93,7 +93,8 @@ class Started:
     `check` raises `PlaceError` if an agent cannot join, `watch` if the place has lost its nodes.
     `slots` are the ranks that fit on each node, if known. At `ends_at` (monotonic) the allocation
     ends. `last_words(number)` is the output of a node's agent. `break_node` injects a fault, if
-    the place can break nodes.
+    the place can break nodes. `start_again(number)` starts the agent of a lost node again, if the
+    place can.
     """
 
     names: tuple[str, ...]
@@ -105,6 +106,7 @@ class Started:
     ends_at: float = float("inf")
     last_words: Callable[[int], str] = lambda number: ""
     break_node: Callable[[faults.Fault], None] | None = None
+    start_again: Callable[[int], None] | None = None
 
 
 class Place(ABC):

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import IO
 
 from allranks.errors import PlaceError
@@ -61,57 +62,89 @@ def listen_to_all(
     return listener, addresses
 
 
+@dataclass
+class AgentCommand:
+    """A command that starts an agent on its node, and what it prints."""
+
+    name: str
+    command: list[str]
+    ticket: Ticket
+    environment: dict[str, str]
+    output: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start_again(self) -> None:
+        """Start the command again if it has ended; else ask it to end."""
+        if self.process.poll() is None:
+            self.process.terminate()  # it waits for a host that is gone
+        else:
+            self.start()
+
+    def start(self) -> None:
+        """Start the command, whose output replaces that of the one before."""
+        self.output.seek(0)
+        self.output.truncate()
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
+            env=self.environment,
+        )
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # `check` reports its end
+            pipe.write(self.ticket.to_line().encode())
+
+
 class Agents:
     """Commands that start an agent on its node; their output is kept for error messages."""
 
     def __init__(self) -> None:
-        self._all: list[tuple[str, subprocess.Popen[bytes], IO[bytes]]] = []
+        self._all: list[AgentCommand] = []
 
     def start(
         self, name: str, command: list[str], ticket: Ticket, without: Sequence[str] = ()
     ) -> None:
         """Start a command in this environment, except for the variables `without`."""
-        output = tempfile.TemporaryFile()
         mark = f"{leftovers.owner()}/agents"
         inherited = {name: v for name, v in os.environ.items() if name not in without}
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env={**inherited, leftovers.VARIABLE: mark},
-        )
-        assert process.stdin is not None
-        self._all.append((name, process, output))
-        with suppress(BrokenPipeError), process.stdin as pipe:  # `check` reports its end
-            pipe.write(ticket.to_line().encode())
+        environment = {**inherited, leftovers.VARIABLE: mark}
+        self._all.append(AgentCommand(name, command, ticket, environment))
+
+    def start_again(self, number: int) -> None:
+        """Start the command of node `number` again, which is lost."""
+        self._all[number].start_again()
 
     def check(self) -> None:
         """Raise `PlaceError` if a command has ended before its agent joined."""
-        for name, process, output in self._all:
-            if process.poll() is not None:
-                output.seek(0)
-                printed = output.read().decode(errors="replace").strip()
+        for number, agent in enumerate(self._all):
+            if (code := agent.process.poll()) is not None:
+                printed = self._printed(number).strip()
                 raise PlaceError(
-                    f"{name} could not be started: its command "
-                    f"ended with code {process.returncode}\n{printed}".rstrip()
+                    f"{agent.name} could not be started: its command ended with code {code}\n"
+                    f"{printed}".rstrip()
                 )
+
+    def _printed(self, number: int) -> str:
+        output = self._all[number].output
+        output.seek(0)
+        return output.read().decode(errors="replace")
 
     def last_words(self, number: int) -> str:
         """The end of the output of the command that started this agent."""
-        if number >= len(self._all):
-            return ""
-        output = self._all[number][2]
-        output.seek(0)
-        return output.read().decode(errors="replace")[-LAST_WORDS:]
+        return self._printed(number)[-LAST_WORDS:] if number < len(self._all) else ""
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Wait for the agents, which end when the head releases them; kill those that do not."""
-        for _name, process, output in self._all:
+        for agent in self._all:
+            process = agent.process
             if error[0] is not None:  # an agent that has not joined would go on trying
                 process.terminate()
             try:
@@ -119,4 +152,4 @@ class Agents:
             except subprocess.TimeoutExpired:
                 process.terminate()
                 end_process(process, END_TIMEOUT_S)
-            output.close()
+            agent.output.close()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from allranks.errors import PlaceError, RequestError
 from allranks.launcher.nodes.facts import candidates, interfaces
@@ -176,8 +177,9 @@ class SshHosts(AgentPlace):
                 ssh = ["ssh", "-o", "BatchMode=yes", "-T", host.host]
                 agents.start(host.host, [*ssh, f"{there} && exec {command}"], ticket)
             names = tuple(host.host for host in hosts)
-            slots, printed = _slots(hosts), agents.last_words
-            yield Started(names, key, listener, agents.check, slots=slots, last_words=printed)
+            more: dict[str, Any] = {"slots": _slots(hosts), "last_words": agents.last_words}
+            more["start_again"] = agents.start_again
+            yield Started(names, key, listener, agents.check, **more)
 
 
 def _hosts(request: NodeRequest) -> tuple[HostSlots, ...]:
