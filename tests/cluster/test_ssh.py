@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from allranks.job.config import resolve
-from allranks.job.run_folder import read_events
+from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from slurm_here import SlurmHere
@@ -81,24 +81,27 @@ def test_a_host_whose_agent_dies_is_tried_again(
     """Its ranks join again; all the while the others train."""
     (hosts.work / "slow.py").write_text((TASKS / "scale_tasks.py").read_text())
     hurry, run = hosts.work / "hurry", hosts.work / "run"
-    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "2000")
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "900")
     words += ("--elastic", "1:4", "--first-check", "off", "--set", f"hurry={hurry}")
+
+    def steps() -> int:
+        return len(list(read_rows(run / "metrics.jsonl")))
+
+    def members() -> list[list[int]]:
+        return [row["members"] for row in read_events(run) if row["event"] == "group"]
+
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(ask, hosts, "train", "slow.py", *words, "--run-dir", "run", "--json")
-        hosts.wait_for(lambda: job.done() or (run / "metrics.jsonl").exists(), 60, "it trains")
+        hosts.wait_for(lambda: job.done() or steps() > 3, 60, "it trains")
         for agent in hosts.agents_on("n2"):
             hosts.on_node("n2", "kill", "-KILL", str(agent))
-
-        def members() -> list[list[int]]:
-            return [row["members"] for row in read_events(run) if row["event"] == "group"]
-
         hosts.wait_for(lambda: job.done() or members()[1:], 60, "n2 is back")
         assert not job.done(), job.result()
         hurry.touch()
         code, out, err = job.result()
     assert code == 0, err
     assert members() == [[0], [0, 1, 2, 3]] and "has come back, with seats for 3 ranks" in err
-    flags = {"bitwise": True, "steps": 2000, "run_dir": str(tmp_path / "one")}
+    flags = {"bitwise": True, "steps": 900, "run_dir": str(tmp_path / "one")}
     one = run_job(resolve(str(hosts.work / "slow.py"), flags), server)
     assert json.loads(out.splitlines()[-1])["weights_sha256"] == one.summary["weights_sha256"]
 
