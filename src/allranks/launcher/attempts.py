@@ -314,7 +314,7 @@ class Attempts:
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
             store = f"{STORE}-{self._attempt}"
-            for path in (self.folder.path / store, *self.folder.path.glob(f"{store}-group-*")):
+            for path in (self.folder.path / store, *self.folder.path.glob(f"{store}-*")):
                 path.unlink(missing_ok=True)
 
     @property
@@ -333,7 +333,7 @@ class Attempts:
             self._process,
             partial(programs.edited, job.program),
             programs.differs,
-            job.nodes > 1,
+            bool(self.plan.ranks[0].world.rendezvous),
             self.resources.drained,
             self.resources.back,
         )

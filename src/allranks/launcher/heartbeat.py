@@ -7,7 +7,8 @@ such a memory, with rows for all ranks of the job. The memory has no name, so no
 behind.
 
     [ wanted: stop, save | group: number, step from which it trains, where its ranks meet
-    | the number of the newest stream | of each rank the last group and the last stream it is in
+    | the number of the newest stream, and its group
+    | of each rank the last group and the last stream that it is in
     | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
       others, the group it is in, the step it began with, seconds per phase | … ]
 
@@ -34,7 +35,7 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED = range(7)
 _FIRST, _BROKEN, _SECONDS = range(7, 10)
 _ROW = _SECONDS + len(PHASES)
-_STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _STREAM, _MEMBERS = range(7)
+_STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _STREAM, _STREAM_OF, _MEMBERS = range(8)
 _WANTED = 2
 
 
@@ -72,12 +73,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Stream:
-    """An order to the first rank of the group: to send the state to these ranks, which will join.
+    """An order to the first rank of a `group`: to send the state to these ranks, which will join.
 
     Orders count from 1; 0 is none.
     """
 
     number: int = 0
+    group: int = 0
     receivers: tuple[int, ...] = ()
 
 
@@ -210,10 +212,10 @@ class Heartbeat:
         start = _receivers_at(self._ranks)
         while True:
             number = self.stream_number
-            flags = self._all[start : start + self._ranks].tolist()
+            flags, group = self._all[start : start + self._ranks].tolist(), self._all[_STREAM_OF]
             if number == self.stream_number >= 0:
                 receivers = (rank for rank, flag in enumerate(flags) if flag == number > 0)
-                return Stream(number, tuple(receivers))
+                return Stream(number, int(group), tuple(receivers))
 
     def has_left(self, number: int, step: int) -> bool:
         """Whether group `number` trains no more at step `step`, since a newer one does."""
@@ -343,10 +345,11 @@ class HeartbeatTable:
         for number, value in enumerate(orders["wanted"]):
             self._memory[number] = value
         group, stream = orders["group"], orders["stream"]
-        if group["number"] >= self.group.number:
-            self.put_group(Group(**{**group, "members": tuple(group["members"])}))
-        if stream["number"] >= self.stream.number:
-            self.put_stream(Stream(stream["number"], tuple(stream["receivers"])))
+        group = Group(**{**group, "members": tuple(group["members"])})
+        if group != self.group and group.number >= self.group.number:
+            self.put_group(group)
+        if stream["number"] > self.stream.number:  # ranks may read it just now
+            self.put_stream(Stream(**{**stream, "receivers": tuple(stream["receivers"])}))
 
     def form_group(self, members: Collection[int], from_step: int = -1) -> Group:
         """Let these ranks train together from now on, or before step `from_step`; the next group.
@@ -370,6 +373,7 @@ class HeartbeatTable:
     def put_stream(self, stream: Stream) -> None:
         """Show ranks the newest stream, ordered here or elsewhere."""
         self._memory[_STREAM] = -stream.number  # while it is written
+        self._memory[_STREAM_OF] = stream.group
         for rank in stream.receivers:  # a flag is the number of the last stream of a rank
             self._memory[_receivers_at(self.ranks) + rank] = stream.number
         self._memory[_STREAM] = stream.number

@@ -3,9 +3,9 @@
 A new rank is a process of its own that loads the program, the model and the data while the others
 train. When it waits for a group, the launcher forms one with it, which begins before a step that
 no rank has reached: all change at the same boundary. There the new rank receives the state of the
-training, for which the others wait. If that would take about a step, or longer, it receives the
-state before, while the others train (`Stream`). Ranks that leave are left out of the next group,
-and end. A new rank that fails before it is in a group costs the others nothing.
+training, for which the others wait. If that would take longer than a step, it receives the state
+before, while the others train (`Stream`). Ranks that leave are left out of the next group, and end.
+A new rank that fails before it is in a group costs the others nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LOST_S = 1.0  # from a broken connection to another group, if no rank has ended 
 MOST_AGAIN = 3  # groups of the same ranks in a row, without a step between them
 WAITS = "joining"  # what a new rank writes when it waits for its first group
 STREAMED = "streamed"  # when it has the state, or the stream broke
-BYTES_PER_S, BYTES_PER_S_OF_NODES = 4e8, 1e8  # measured on one machine; a gigabit per second
-LEAST_S, LEAST_STEPS = 0.1, 0.5  # a shorter wait is not worth a stream
+BYTES_PER_S, BYTES_PER_S_OF_NODES = 6e8, 1e8  # measured on one machine, and at a gigabit per second
+LEAST_S = 0.1  # a shorter wait for a state is not worth a stream
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Change:
     joiners: tuple[int, ...]
     leavers: tuple[int, ...]
     size: int
+    before: dict[int, list[dict[str, Any]]]
+    """The events of the process that had the number of a new rank before."""
     began_at: float = field(default_factory=time.monotonic)
     group: Group | None = None
     ready_s: float | None = None
@@ -120,14 +122,13 @@ class Scaling:
         self.is_short = True
 
     def _why_lost(self, change: Change, rank: int) -> str:
-        cause = self._cause(rank, change.began_at)
+        cause = self._cause(change, rank)
         return f"rank {rank} ended before it had joined: {cause}"
 
-    def _cause(self, rank: int, since: float) -> str:
+    def _cause(self, change: Change, rank: int) -> str:
         """What a new rank said when it failed; else the file of its output."""
-        rows = events_of(self.folder.path, rank, self.attempt)
-        for row in reversed(rows):
-            if row["event"] == "failed" and row["monotonic"] >= since:
+        for row in reversed(self._events_since(change, rank)):
+            if row["event"] == "failed":
                 request = row.get("request") or {}
                 text = request.get("found") or f"{row['kind']}: {row['message']}"
                 return str(text).partition("\n")[0][:LONGEST_QUOTE]
@@ -246,7 +247,9 @@ class Scaling:
             )
         planned = self.plan_for(sorted({*members, *joiners}), joiners) if joiners else {}
         self.folder.take_room(joiners)
-        self.change, self.joining = Change(request, joiners, leavers, size), frozenset(joiners)
+        before = {rank: self._events(rank) for rank in joiners}
+        self.change = Change(request, joiners, leavers, size, before)
+        self.joining = frozenset(joiners)
         for rank in joiners:
             world = replace(planned[rank].world, rank=rank, group=-1, member=rank)
             watch.start(self.make(replace(planned[rank], world=world)))
@@ -284,29 +287,33 @@ class Scaling:
             change.group = self.heartbeats.form_group(wanted, last + self._steps_ahead(last))
 
     def _have_state(self, change: Change) -> bool:
-        """Whether a group may form: new ranks have the state that was to be sent before.
-
-        It is sent before where it takes about a step, or longer: what is known of the speed of the
-        link is rough.
-        """
+        """Whether a group may form: new ranks have the state that was to be sent before."""
         events = [self._events_since(change, rank) for rank in change.joiners]
         if change.is_streamed is None:
             waiting = (row for rows in events for row in rows if row["event"] == WAITS)
             size = max((row.get("state_bytes", 0) for row in waiting), default=0)
-            seconds = size / (BYTES_PER_S_OF_NODES if self.has_nodes else BYTES_PER_S)
-            last = max(beat.step for beat in self.heartbeats.read_members())
-            steps = seconds * self._steps_per_s(last)[0]
-            change.is_streamed = seconds > LEAST_S and steps > LEAST_STEPS
+            change.is_streamed = self._takes_long(size)
             if change.is_streamed:
-                order = Stream(self.heartbeats.stream.number + 1, change.joiners)
-                self.heartbeats.put_stream(order)
+                number, group = self.heartbeats.stream.number + 1, self.heartbeats.group.number
+                self.heartbeats.put_stream(Stream(number, group, change.joiners))
         if not change.is_streamed:
             return True
         return all(any(row["event"] == STREAMED for row in rows) for rows in events)
 
+    def _takes_long(self, size: float) -> bool:
+        """Whether the others would wait longer than a step for so many bytes to a new rank."""
+        seconds = size / (BYTES_PER_S_OF_NODES if self.has_nodes else BYTES_PER_S)
+        beats = self.heartbeats.read_members()  # one alone serves no store, and no other waits
+        steps = seconds * self._steps_per_s(max(beat.step for beat in beats))[0]
+        return len(beats) > 1 and seconds > LEAST_S and steps > 1
+
+    def _events(self, rank: int) -> list[dict[str, Any]]:
+        return events_of(self.folder.path, rank, self.attempt)
+
     def _events_since(self, change: Change, rank: int) -> list[dict[str, Any]]:
-        rows = events_of(self.folder.path, rank, self.attempt)
-        return [row for row in rows if row["monotonic"] >= change.began_at]
+        """Those of a new rank; the clocks of hosts are never compared."""
+        rows, before = self._events(rank), change.before[rank]
+        return [] if rows[:1] == before[:1] else rows
 
     def _steps_ahead(self, last: int) -> int:
         """How many steps after the `last` that was begun a group starts; on nodes a second."""

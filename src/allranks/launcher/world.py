@@ -311,9 +311,14 @@ class World:
         """The number of this process in the job: the rank that it began with."""
         return self.rank if self.member < 0 else self.member
 
+    @property
+    def base_store(self) -> str:
+        """The file through which the first group met, if these are ranks of one machine."""
+        return re.sub("-group-[0-9]+$", "", self.store)
+
     def in_group(self, group: Group) -> World:
         """This process in the next group of an elastic job, which meets at a store of its own."""
-        store = f"{self.store.partition('-group-')[0]}-group-{group.number}" if self.store else ""
+        store = f"{self.base_store}-group-{group.number}" if self.store else ""
         rank, size = group.members.index(self.number), len(group.members)
         world = dataclasses.replace(self, rank=rank, size=size, store=store)
         meets = group.store or self.rendezvous

@@ -1,7 +1,7 @@
 """The state of a training, sent to ranks that are about to join, while the others train.
 
-At the boundary where a rank joins all wait until it has the state. If that takes about a step, or
-longer, the launcher orders a stream before (`launcher.scaling`). After each step the first rank of
+At the boundary where a rank joins all wait until it has the state. If that takes longer than a
+step, the launcher orders a stream before (`launcher.scaling`). After each step the first rank of
 the group sends a part of its state: some parameters, with what the optimizer keeps for them. From
 then on it also sends the gradients of these parameters, and the new rank makes the same updates:
 
@@ -10,8 +10,9 @@ then on it also sends the gradients of these parameters, and the new rank makes 
 
 With the last part the new rank has all of the step before, and the launcher forms the group. There
 it receives the rest: buffers, counters, random states. A thread sends while its rank trains. A part
-follows only when all before it is sent, so over a slow link a stream takes more steps, not longer
-ones; if not even the gradients keep up, it ends. If it ends too early, or the digests differ (an
+follows only when all before it is sent, so over a slow link a stream takes more steps. If not even
+the gradients keep up, steps wait for them, and the stream ends if a step would take twice as long.
+If it ends too early, or the digests differ (an
 update of more than gradients, a callback that writes weights), the new rank receives all of the
 state at the boundary, as it does without a stream.
 """
@@ -21,8 +22,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Queue, SimpleQueue
@@ -43,8 +44,9 @@ from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.replicas import digest
 
 PARTS, LEAST_BYTES = 4, 32 * 2**20  # of the state that follow a step: a part, or so much
-MOST_WAITING = 4  # packets; a link that is slower than the steps
-PATIENCE = timedelta(minutes=10)  # for the next packet: a stream is for steps of seconds
+MOST_WAITING = 2  # packets, before a step waits for the link: as long as a step at most
+LOOK_S, LONGEST_S = 0.001, 10.0
+CONNECTING, PATIENCE = timedelta(minutes=1), timedelta(minutes=10)  # steps may take long
 TAG = 1
 SETTINGS = (bool, int, float, tuple)  # of a group, that a callback or a schedule may change
 
@@ -89,15 +91,15 @@ class Packet:
         for each in [tensors[:1], tensors[1:2], *messages_of(tensors[2:])]:
             message = packed(each, read=True)
             for work in [group.send([message], peer, TAG) for peer in range(1, group.size())]:
-                work.wait()
+                work.wait(PATIENCE)
 
     @staticmethod
     def receive(group: Any, parameters: Sequence[nn.Parameter]) -> Packet:
         """The next one; `parameters` are all of the model."""
         length = torch.empty(1, dtype=torch.int64)
-        group.recv([length.view(torch.uint8)], 0, TAG).wait()
+        group.recv([length.view(torch.uint8)], 0, TAG).wait(PATIENCE)
         text = torch.empty(int(length), dtype=torch.uint8)
-        group.recv([text], 0, TAG).wait()
+        group.recv([text], 0, TAG).wait(PATIENCE)
         header = json.loads(text.numpy().tobytes())
         updated = [] if header["groups"] is None else parameters[: header["begin"]]
         without = set(header["without"])
@@ -109,7 +111,7 @@ class Packet:
             packet.part.append(of_one)
         for each in messages_of([*packet.gradients, *_flat(packet.part)]):
             message = packed(each, read=False)
-            group.recv([message], 0, TAG).wait()
+            group.recv([message], 0, TAG).wait(PATIENCE)
             unpack(message, each)
         return packet
 
@@ -127,22 +129,30 @@ class StateSender:
     No error of a stream ends the training: the new rank then receives all at the boundary.
     """
 
-    def __init__(self, strategy: Strategy, world: World, heartbeat: Heartbeat) -> None:
+    _sending: Sending | None
+
+    def __init__(
+        self, strategy: Strategy, world: World, heartbeat: Heartbeat, report: Callable[..., None]
+    ) -> None:
         self._strategy, self._world, self._heartbeat = strategy, world, heartbeat
-        self._number = heartbeat.stream().number
-        self._sending: Sending | None = None
+        self._report = report
+        self._number, self._sending = 0, None
 
     def after_step(self, step: int) -> None:
         """Before step `step`: send what follows the one before, if new ranks wait for it."""
         if self._heartbeat.stream_number != self._number:
             order = self._heartbeat.stream()
+            if order.number != self._number and order.group == self._world.group:
+                self.close()
+                if self._world.is_leader:
+                    where = self._heartbeat.group().store or self._world.rendezvous
+                    on = self._world, where, order, self._report
+                    self._sending = Sending(self._strategy, *on)
             self._number = order.number
-            self.close()
-            if self._world.is_leader:
-                where = self._heartbeat.group().store or self._world.rendezvous
-                self._sending = Sending(self._strategy, self._world, where, order)
         if self._sending is not None:
             self._sending.after_step(step)
+            if self._sending.is_over:
+                self.close()
 
     def end(self, step: int) -> None:
         """The group ends before step `step`, and new ranks are in the next one."""
@@ -154,39 +164,67 @@ class StateSender:
         """Send no more than what was handed to the thread."""
         self._strategy.step.before_update = None
         if self._sending is not None:
-            self._sending.packets.put(None)
+            self._sending.close()
         self._sending = None
 
 
 class Sending:
     """One stream; a thread of this rank connects to the new ranks, and sends the packets."""
 
-    def __init__(self, strategy: Strategy, world: World, where: str, order: Stream) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        world: World,
+        where: str,
+        order: Stream,
+        report: Callable[..., None],
+    ) -> None:
+        self._report = report
         self._strategy, self._parameters = strategy, list(strategy.model.parameters())
         self._next, self._gradients = 0, list[Tensor | None]()
         self._groups: list[dict[str, Any]] | None = None
-        self.packets: Queue[Packet | None] = Queue()
-        self._is_connected = self._is_over = False
+        self._packets: Queue[Packet | None] = Queue()
+        self._is_connected = self.is_over = False
+        self._at = time.monotonic()
         strategy.step.before_update = self._before_update
-        arguments = world, where, order, self.packets
-        threading.Thread(target=self._send, args=arguments, daemon=True).start()
+        threading.Thread(target=self._send, args=(world, where, order), daemon=True).start()
 
-    def _send(self, world: World, where: str, order: Stream, packets: Queue[Packet | None]) -> None:
-        with suppress(Exception):  # the new rank sees that it ended, and says why
+    def end(self, cause: str) -> None:
+        """End this stream early."""
+        self._report("stream_ended", cause=cause)
+        self.close()
+
+    def close(self) -> None:
+        """Send no more than what was handed to the thread."""
+        self.is_over = True
+        self._packets.put(None)
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """Within, an error ends the stream, and not the training."""
+        try:
+            yield
+        except Exception as error:
+            self.end(f"{type(error).__name__}: {error}")
+
+    def _send(self, world: World, where: str, order: Stream) -> None:
+        with self._ending_on_error():
             group = connected(world, where, order, 0)
             self._is_connected = True
-            while (packet := packets.get()) is not None:
+            while (packet := self._packets.get()) is not None:
                 packet.send(group)
-                packets.task_done()
-        self._is_over = True
+                self._packets.task_done()
 
     def _before_update(self) -> None:
-        """Copy the gradients of what was sent, as the optimizer is about to see them."""
-        if not self._next or self._is_over:
-            return
+        with self._ending_on_error():
+            if self._next and not self.is_over:
+                self._copy_gradients()
+
+    def _copy_gradients(self) -> None:
+        """Copy those of what was sent, as the optimizer is about to see them."""
         gradients = [parameter.grad for parameter in self._parameters[: self._next]]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            self._is_over = True
+            self.end("gradients of some rows alone")
             return
         self._groups = [
             {key: value for key, value in group.items() if isinstance(value, SETTINGS)}
@@ -196,13 +234,20 @@ class Sending:
 
     def after_step(self, step: int, ends: bool = False) -> None:
         """Hand the packet of a step to the thread."""
-        if self._is_over or not self._is_connected:
+        if self.is_over or not self._is_connected:
             return
-        waiting = self.packets.unfinished_tasks
-        if waiting > MOST_WAITING and not ends:
-            self._is_over = True
-            self.packets.put(None)
-            return
+        began_at = time.monotonic()
+        until = began_at + min(began_at - self._at, LONGEST_S)
+        while (waiting := self._packets.unfinished_tasks) > MOST_WAITING and not ends:
+            if self.is_over or time.monotonic() > until:
+                self.end("the link is slower than the steps")
+                return
+            time.sleep(LOOK_S)
+        self._at = time.monotonic()
+        with self._ending_on_error():
+            self._packets.put(self._packet(step, ends, waiting))
+
+    def _packet(self, step: int, ends: bool, waiting: int) -> Packet:
         parts = parts_of(self._strategy.model, self._strategy.state())
         begin = self._next
         if not ends and not waiting:
@@ -217,8 +262,8 @@ class Sending:
         header["digest"] = digest_of(parts) if ends and self._next == len(parts) else ""
         copies = [{key: t.detach().clone() for key, t in of_one.items()} for of_one in part]
         gradients = [g for g in self._gradients if g is not None]
-        self.packets.put(Packet(header, gradients, copies))
         self._groups, self._gradients = None, []
+        return Packet(header, gradients, copies)
 
 
 def _stop_of(parts: Parts, begin: int) -> int:
@@ -234,7 +279,7 @@ def _stop_of(parts: Parts, begin: int) -> int:
 def connected(world: World, where: str, order: Stream, place: int) -> Any:
     """The group of a stream, of which the sender is 0, and the receivers follow in order."""
     store = store_of_stream(world, where, order.number, 1 + len(order.receivers))
-    return ProcessGroupGloo(store, place, 1 + len(order.receivers), PATIENCE)
+    return ProcessGroupGloo(store, place, 1 + len(order.receivers), CONNECTING)
 
 
 # --- the rank that joins -------------------------------------------------------------------------
@@ -268,17 +313,18 @@ class StateReceiver:
         """Take what has come for rank `number`; returns whether more may come."""
         if heartbeat.stream_number != self._number:
             order, group = heartbeat.stream(), heartbeat.group()
-            self._number = order.number
-            if number in order.receivers:
+            if order.number != self._number and number in order.receivers:
                 where = group.store or self._world.rendezvous
-                self._group, self._began_at = group.number, time.monotonic()
+                self._group, self._began_at = order.group, time.monotonic()
                 self._packets = SimpleQueue()
                 arguments = where, order, 1 + order.receivers.index(number), self._packets
                 threading.Thread(target=self._receive, args=arguments, daemon=True).start()
+            self._number = order.number
         if self._packets is None:
             return False
         try:
-            if self._group != heartbeat.group_number and number not in heartbeat.group().members:
+            group = heartbeat.group()
+            if self._group != group.number and number not in group.members:
                 raise PeerLost("the others have formed another group")
             while self._packets is not None and not self._packets.empty():
                 self._take(self._packets.get())
@@ -316,6 +362,8 @@ class StateReceiver:
             self._tell()
         if header["ends"]:
             self._packets = None
+            if not header["digest"]:
+                raise PeerLost("it ended before all of the state was sent")
             if header["digest"] != digest_of(self._parts):
                 raise ValueError("the updates of this rank came to another state")
             self.step = header["step"]

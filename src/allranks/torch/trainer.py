@@ -212,7 +212,7 @@ class Trainer(EngineTrainer[Batch]):
             raise
         self._before = None
         if job.elastic and not self.strategy.agreement.cuts_state:
-            self.stream = StateSender(self.strategy, self.world, self.heartbeat)
+            self.stream = StateSender(self.strategy, self.world, self.heartbeat, report)
             self._resources.callback(self.stream.close)
 
     @classmethod

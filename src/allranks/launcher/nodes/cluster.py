@@ -61,8 +61,8 @@ class Cluster(Resources):
     per_rank: bool = False
     ends_at: float = NEVER
     join_server: JoinServer | None = None
-    check_back: Callable[[Node], None] = lambda node: None
-    """Raises `PlaceError` for a node that has come back, and is not as the others."""
+    check_back: Callable[..., None] = lambda node, before: None
+    """Raises an error for a node that has come back, in place of `before`, and is not as others."""
     start_again: Callable[[int], None] | None = None
     _tries_at: dict[int, float] = field(default_factory=dict)
     _idle: frozenset[int] = frozenset()  # processes that count no steps
@@ -107,7 +107,7 @@ class Cluster(Resources):
                 f"with {least} at least"
             )
         fewer = dataclasses.replace(plan, job=job)
-        if ranks < plan.job.ranks or nodes < plan.job.nodes:
+        if ranks != plan.job.ranks or nodes != plan.job.nodes:
             fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
         if len(seats) == 1 and not job.elastic:
             return fewer
@@ -178,25 +178,27 @@ class Cluster(Resources):
         The place tries lost nodes again, where it can, but none that was asked to leave. A node
         that is not as the others, or whose files are not, is refused.
         """
-        back, now, server = list[tuple[str, int]](), time.monotonic(), self.join_server
-        for node in self.server.nodes:
-            due = self._tries_at.setdefault(node.number, now + AGAIN_S) if node.lost else NEVER
-            if now >= due and not node.drain and self.start_again is not None:
-                self._tries_at[node.number] = now + AGAIN_S
-                with suppress(OSError):
-                    self.start_again(node.number)
+        back, server = list[tuple[str, int]](), self.join_server
         for node in server.admit_again(self.server.nodes) if server is not None else ():
             name, seats = f"node {node.number} ({node.name})", self.counts[node.number]
+            before, now = self.server.nodes[node.number], time.monotonic()
             try:
-                self.server.take_back(node, self.check_back)
-            except (PlaceError, RequestError) as error:
+                self.server.take_back(node, partial(self.check_back, before=before))
+            except (PlaceError, RequestError, OSError) as error:
+                self._tries_at[node.number] = now + AGAIN_S if node.lost else NEVER
                 refuse(node, str(error))
-                self._tries_at[node.number] = NEVER
                 back.append((f"{name} has come back, and is refused: {error}", 0))
             else:
                 self._tries_at.pop(node.number, None)
                 for_ranks = f"seats for {seats} rank{'s' * (seats != 1)}"
                 back.append((f"{name} has come back, with {for_ranks}", seats))
+        now, again = time.monotonic(), self.start_again
+        for node in self.server.nodes:
+            due = self._tries_at.setdefault(node.number, now + AGAIN_S) if node.lost else NEVER
+            if again is not None and now >= due and not node.drain:
+                self._tries_at[node.number] = now + AGAIN_S
+                with suppress(OSError):
+                    again(node.number)
         return back
 
     def _seat(self, node: Node, living: list[Node]) -> Seat:

@@ -24,7 +24,7 @@ from typing import Any
 from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
 from allranks.launcher.nodes.channel import Admission, Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Interface, NodeFacts, differences
-from allranks.launcher.nodes.nodes import Node, Nodes
+from allranks.launcher.nodes.nodes import ANSWER_S, Node, Nodes
 
 # --- ticket --------------------------------------------------------------------------------------
 # What an agent needs to join its job: one line on its standard input.
@@ -64,6 +64,7 @@ class Ticket:
 
 
 ALIVE_EVERY_S = 1.0
+SOON_S = 10.0  # for an answer of a node that has come back: the head waits for it
 
 
 @dataclass
@@ -121,6 +122,7 @@ class JoinServer:
 
         They are not checked yet. Never blocks.
         """
+        self._refused.clear()
         self._joined = {node.number: node for node in nodes if not node.lost}
         before = set(self._joined)
         for channel, introduction in self._admission.admit():
@@ -222,19 +224,25 @@ def _other_words(node: Node, words: tuple[str, ...]) -> RequestError:
 
 
 def preflight(
-    nodes: Nodes, shared: Path | None, cwd: str, program: str = "", back: Node | None = None
+    nodes: Nodes,
+    shared: Path | None,
+    cwd: str,
+    program: str = "",
+    back: Node | None = None,
+    before: Node | None = None,
 ) -> None:
     """Check all nodes before anything starts, and choose the address of each.
 
     Every node must see the folder `shared`, and have the same file `program`. Raises `PlaceError`.
-    Later only a node that has come `back` is checked. Its address is the one that it reaches the
-    head from: the others have closed the doorbells by which all are tried before the start.
+    Later only a node that has come `back` is checked, in the place of `before`. It has its address
+    in the same network: the others have closed the doorbells by which all are tried at the start.
     """
     checked = nodes.living if back is None else [back]
+    seconds = ANSWER_S if back is None else SOON_S
     if shared is not None:
-        _check_shared(nodes, checked, shared, cwd)
+        _check_shared(nodes, checked, shared, cwd, seconds)
     for node in checked if program else ():
-        digest = nodes.ask(node, {"do": "digest", "program": program})
+        digest = nodes.ask(node, {"do": "digest", "program": program}, seconds)
         node.facts = dataclasses.replace(node.facts, program=digest)
     names = {f"node {node.number} ({node.name})": node.facts for node in nodes.living}
     if unequal := differences(names):
@@ -246,10 +254,14 @@ def preflight(
     if back is None:
         choose_addresses(nodes)
     else:
-        back.chosen = back.interfaces[0] if back.interfaces else _LOOPBACK_INTERFACE
+        network = "" if before is None or before.chosen is None else before.chosen.name
+        of_network = [each for each in back.interfaces if each.name == network]
+        back.chosen = [*of_network, *back.interfaces, _LOOPBACK_INTERFACE][0]
 
 
-def _check_shared(nodes: Nodes, checked: list[Node], folder: Path, cwd: str) -> None:
+def _check_shared(
+    nodes: Nodes, checked: list[Node], folder: Path, cwd: str, seconds: float
+) -> None:
     """Raise `PlaceError` unless each of these nodes can read a file that the head just wrote."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -266,7 +278,7 @@ def _check_shared(nodes: Nodes, checked: list[Node], folder: Path, cwd: str) -> 
         blind = []
         for node in checked:
             message = {"do": "see", "path": str(probe), "content": content, "cwd": cwd}
-            if problem := nodes.ask(node, message):
+            if problem := nodes.ask(node, message, seconds):
                 blind.append(f"  node {node.number} ({node.name}): {problem}")
     finally:
         probe.unlink()

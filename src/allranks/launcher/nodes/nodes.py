@@ -138,12 +138,15 @@ class Nodes(Processes):
     def take_back(self, node: Node, check: Callable[[Node], None]) -> None:
         """Put a node in the place of a lost one, `check` it, and start its fork server.
 
-        Raises what `check` raises; the node is lost then, and so is no fault of the job.
+        Raises what `check` raises, and `PlaceError` if the node is lost meanwhile, which is no
+        fault of the job then.
         """
         self.nodes[node.number] = node
         self._reported.add(node.number)
         check(node)
         self._send(node, self._start)
+        if node.lost:
+            raise PlaceError(f"node {node.number} ({node.name}) is lost: {node.lost}")
         self._reported.discard(node.number)
 
     def listen(self, node: Node) -> str:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from allranks.launcher.places import NodeRequest, Rendezvous
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server_client import end_process
 
-END_TIMEOUT_S = 5.0
+END_TIMEOUT_S, START_S = 5.0, 60.0
 LAST_WORDS = 2000
 AGENT = ("-P", "-m", "allranks.launcher.nodes.agent")
 
@@ -77,16 +78,17 @@ class AgentCommand:
         self.start()
 
     def start_again(self) -> None:
-        """Start the command again if it has ended; else ask it to end."""
-        if self.process.poll() is None:
-            self.process.terminate()  # it waits for a host that is gone
-        else:
+        """Start the command again if it has ended; ask it to end if it takes too long."""
+        if self.process.poll() is not None:
             self.start()
+        elif time.monotonic() > self.started_at + START_S:
+            self.process.terminate()  # it waits for a host that is gone
 
     def start(self) -> None:
         """Start the command, whose output replaces that of the one before."""
         self.output.seek(0)
         self.output.truncate()
+        self.started_at = time.monotonic()
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,

@@ -238,7 +238,7 @@ def store_of_stream(world: World, where: str, number: int, ranks: int) -> Any:
     """A store for some ranks that are in no group together: beside that of the group at `where`."""
     name, patience = f"stream-{number}", timedelta(minutes=1)
     if world.store:
-        store = FileStore(f"{world.store.partition('-group-')[0]}-{name}", ranks)
+        store = FileStore(f"{world.base_store}-{name}", ranks)
         store.set_timeout(patience)
         return store
     host, _, port = where.rpartition(":")
