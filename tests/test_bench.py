@@ -491,9 +491,10 @@ def test_of_each_option_of_a_job_somebody_has_said_what_peers_make_of_it() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("program", "strategy", "peer"),
-    [("digits", "ddp", "hand"), ("digits-keras", "multi-worker-mirrored", "tf")],
+    [("digits", "ddp", "hand")],
+    exhaustive=[("digits-keras", "multi-worker-mirrored", "tf")],
 )
 def test_a_task_that_no_peer_trains_is_refused_before_anything_runs(
     program: str, strategy: str, peer: str

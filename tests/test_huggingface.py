@@ -76,6 +76,7 @@ IN_FLOAT32 = (
 )  # their norms compute in 32 bits, whatever comes in
 
 
+@pytest.mark.slow(most=7)
 @pytest.mark.parametrize("name", [*(name for name in MODELS if name != "Bert"), "SameMasks"])
 def test_a_training_is_a_loop_by_hand(name: str) -> None:
     """20 AdamW steps on one batch of all rows, cut into shards and micro-batches."""
@@ -109,7 +110,7 @@ def references() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.slow(most=16)
+@pytest.mark.slow(most=11)
 @pytest.mark.thinned(
     2,
     ("strategy", ("ddp", "zero2", "fsdp", "tensor", "1f1b")),
@@ -177,7 +178,7 @@ def difference(found: Any, wanted: Any) -> float:
     )
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize(
     ("name", "ranks", "groups", "strategy"),
     [

@@ -173,7 +173,7 @@ def test_of_a_matrix_that_is_not_finite_nothing_stays(size: int) -> None:
     assert group.residual.isfinite().all()
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("name", ["two-bit", "top-k", "power-sgd", "one-bit", "n-bit"])
 def test_every_default_trains_digits(name: str, train: Train) -> None:
     result = train("digits", strategy=f"ddp:reduce={name}", ranks=4)
