@@ -123,6 +123,6 @@ def test_a_deep_check_compares_a_hundred_steps(
 
     monkeypatch.setattr("allranks.tools.check.check.ForkServer", Kept)
     for deep, steps in ((True, DEEP_STEPS), (False, STEPS)):
-        verdict = allranks.check("check_tasks:Points", ranks=3, deep=deep, precision="fp64")
+        verdict = allranks.check("check_tasks:Points", ranks=2, deep=deep, precision="fp64")
         assert verdict.equal and verdict.looks[0].comparison.steps == steps
         assert f"fp64: {steps} steps" in str(verdict)

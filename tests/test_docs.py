@@ -322,7 +322,7 @@ def test_what_is_broken_upstream_was_seen_with_the_versions_that_are_pinned() ->
     assert seen in DOCUMENTS[WITH_TENSORFLOW]
 
 
-@pytest.mark.slow(most=50)
+@pytest.mark.slow(most=44)
 @pytest.mark.cases(
     ("document", "section"),
     [one for one in sections(with_tensorflow=False) if one.id not in LONG],
