@@ -141,6 +141,7 @@ def test_any_strategy_gives_what_one_process_gives(
 DROPPING, EXACT = ("dropout=0.1",), ("tied=False",)
 
 
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "settings"),
     [
@@ -215,6 +216,7 @@ def test_a_block_is_the_sum_of_its_features() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("name", "ranks", "again"),
     [("Mixtral", 2, False), ("Mixtral", 4, True), ("Qwen3Moe", 3, False)],
@@ -291,7 +293,7 @@ def test_a_style_that_is_not_known_is_refused_by_name() -> None:
     assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("1f1b", 2)]
 )
@@ -723,6 +725,7 @@ def test_a_shard_of_a_stream_packs_its_own_texts() -> None:
     assert sorted(texts) == sorted(task.encode(row)["input_ids"].tolist() for row in rows)
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("1f1b", 3)])
 def test_packed_has_one_digest(
     strategy: str, ranks: int, train: Callable[..., Any], references: dict[Any, Any]
