@@ -14,6 +14,7 @@ What is promised in seconds is measured in `benchmarks/`.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -114,9 +115,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Tests as pytest rewrites them are kept: to do so is a third of what collecting takes."""
+    """Tests as pytest rewrites them are kept: to do so is a third of what collecting takes.
+
+    What is imported stays, so to look through it again and again for garbage is in vain.
+    """
     was, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    gc.disable()
     yield
+    gc.freeze()
+    gc.enable()
     sys.dont_write_bytecode = was
 
 

@@ -30,14 +30,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import allranks.launcher.processes.fork_server_client
+import allranks.launcher.nodes.agent
 import allranks.launcher.start
 import allranks.tools.sweep
 from allranks.cli import main as door
 from allranks.job.engines import preload_for
 from allranks.job.program import remember_modules
 from allranks.job.run_folder import read_rows
-from allranks.launcher.processes import fork_server, leftovers
+from allranks.launcher.processes import fork_server, fork_server_client, leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import die_with_parent, started_at, state_of
 from allranks.launcher.supervisor import Signals
@@ -153,7 +153,7 @@ def be_launched(request: dict[str, Any]) -> NoReturn:
         os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, door._interrupt)
-        for module in (allranks.launcher.processes.fork_server_client, allranks.launcher.start):
+        for module in (fork_server_client, allranks.launcher.start, allranks.launcher.nodes.agent):
             module.ForkServer = ForkedServer  # type: ignore[attr-defined,misc]
         allranks.tools.sweep.start_command = start_forked
         sys.argv = ["allranks", *request["words"]]

@@ -91,6 +91,15 @@ SCRIPTS = (
     ),
 )
 
+ON_TWO_NODES = (
+    "deepspeed_zero2",
+    "imagenet_spawn",
+    "lightning_ddp",
+    "mpi_style",
+    "tf_parameter_server",
+)
+"""Those that the tests of two nodes always run; the others take `--exhaustive`."""
+
 
 def params(scripts: Iterable[Script]) -> list[Any]:
     """Each as a parameter of a test: all but a few are slow."""

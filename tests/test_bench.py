@@ -405,12 +405,10 @@ def test_what_ranks_sum_in_a_second_is_measured_by_a_job_of_its_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)  # so that it is this test's own limit that ends it
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("program", "peers", "fields"),
-    [
-        ("digits", "hand,accelerate,deepspeed-zero1", ("shards=2", "dropout=0")),
-        ("digits-keras", "tf", ("shards=2", "dropout=0")),
-    ],
+    [("digits", "hand,accelerate,deepspeed-zero1", ("shards=2", "dropout=0"))],
+    exhaustive=[("digits-keras", "tf", ("shards=2", "dropout=0"))],
 )
 def test_peers_train_what_we_train(
     host: Host, tmp_path: Path, program: str, peers: str, fields: tuple[str, ...]
@@ -491,9 +489,10 @@ def test_of_each_option_of_a_job_somebody_has_said_what_peers_make_of_it() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("program", "strategy", "peer"),
-    [("digits", "ddp", "hand"), ("digits-keras", "multi-worker-mirrored", "tf")],
+    [("digits", "ddp", "hand")],
+    exhaustive=[("digits-keras", "multi-worker-mirrored", "tf")],
 )
 def test_a_task_that_no_peer_trains_is_refused_before_anything_runs(
     program: str, strategy: str, peer: str

@@ -34,7 +34,7 @@ def sound(train: Train) -> Path:
     return train(PROGRAM, **JOB).run_dir
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=4)
 @pytest.mark.parametrize(
     ("kind", "strategy", "stage", "operator"),
     [

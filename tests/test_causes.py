@@ -254,7 +254,7 @@ def test_the_faults_can_be_planted_and_most_were_met_in_public() -> None:
 ONE_FOR_EACH_CAUSE = list({fault.cause: name for name, fault in PLANTED.items()}.values())
 
 
-@pytest.mark.slow(most=10)
+@pytest.mark.slow(most=7)
 @pytest.mark.cases(
     "name", ONE_FOR_EACH_CAUSE, exhaustive=sorted(PLANTED.keys() - ONE_FOR_EACH_CAUSE)
 )

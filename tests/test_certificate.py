@@ -54,7 +54,7 @@ def refused(call: Callable[[], Any]) -> str:
     return error.value.found
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=2)
 @pytest.mark.parametrize(
     ("strategy", "of_run", "ranks"), [("ddp", 2, 1), ("fsdp", 3, 2), ("zero1", 2, 3)]
 )

@@ -120,7 +120,7 @@ def scratch() -> list[Path]:
 def test_launches_that_are_disturbed(host: Host, tmp_path: Path, exhaustive: bool) -> None:
     """The exit code is one of those that the act allows, and nothing is left: no process with its
     mark (so no socket), no shared memory, no folder; what ended well has the expected weights."""
-    first, launches = SEEDS if SEEDS else (0, 300 if exhaustive else 8)
+    first, launches = SEEDS if SEEDS else (0, 300 if exhaustive else 6)
     names = left_in_shared_memory()
     (tmp_path / "calm").mkdir()
     begun = time.monotonic()
@@ -164,7 +164,7 @@ def test_one_run_whose_ranks_are_killed_on_and_on(
 ) -> None:
     """`kill -9` of a random rank at a random moment, again and again; it ends by itself, with the
     weights of an undisturbed run. One kill in ten comes while the ranks are starting."""
-    kills, chance = (100 if exhaustive else 6), random.Random(4)
+    kills, chance = (100 if exhaustive else 4), random.Random(4)
     job = (
         *("train", "bad_tasks:Good", "--bitwise", "--json", "--steps", str(60 * kills)),
         *("--ranks", "4", "--run-dir", "run"),

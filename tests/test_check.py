@@ -58,7 +58,7 @@ def possible(task: str, how: str, strategy: str, ranks: int) -> bool:
     return not strategy.startswith("dp:") or ranks == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=7)
 @pytest.mark.thinned(
     1,
     ("task", CORRECT),
@@ -95,7 +95,7 @@ def test_pipelines_are_held_against_one_process_of_their_micro_batches(
     assert verdict.deciding.comparison.largest == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_built_in_tasks_are_equal_in_16_bits(precision: str, check: Check) -> None:
     verdict = check("digits", ranks=3, steps=3, precision=precision)

@@ -60,7 +60,7 @@ def line_of(module: str) -> str:
     return inner.get(module, f"self.{module}(")
 
 
-@pytest.mark.slow(but=1, most=8)
+@pytest.mark.slow(but=1, most=5)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_kernel_that_lies_is_named(lie: str, server: ForkServer, tmp_path: Path) -> None:
     verdict = made(server, tmp_path, f"lie={lie}").verdict()
@@ -70,7 +70,7 @@ def test_a_kernel_that_lies_is_named(lie: str, server: ForkServer, tmp_path: Pat
     assert data["operators"]["name"] == LIES[lie].operator
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize(
     ("lie", "flags"),
     [

@@ -53,7 +53,7 @@ def possible(task: str, joined: tuple[str, int], precision: str) -> bool:
     return not (joined[0].startswith("parameter-server") and precision == "fp16")
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow(most=3)
 @pytest.mark.thinned(
     1,
     ("task", RIGHT),
@@ -72,7 +72,7 @@ def test_no_false_alarm(
     assert any("no fixed order of sums" in note for note in verdict.not_checked)
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("task", "stage", "tensor", "hint"),
     [

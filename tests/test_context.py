@@ -120,7 +120,7 @@ def test_bytes_by_hand(by: str, train: Train) -> None:
     assert result.summary["card_bytes_per_step"] == sent
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("by", WAYS)
 def test_checkpoints_cross_over(by: str, train: Train, alone: Results) -> None:
     """ddp on 2 ranks, context on 2, context on 4 in two groups, one process: 10 steps of one."""

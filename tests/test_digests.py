@@ -113,7 +113,7 @@ def steps_of(content: Path) -> list[int]:
     return [row["step"] for row in read_rows(content)]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=3)
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("zero1", 3), ("ddp", 2), ("fsdp", 3), ("1f1b", 2), ("hsdp", 4)]
 )

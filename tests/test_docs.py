@@ -68,6 +68,12 @@ LESS = "epochs: int = 20", "epochs: int = 4"  # of the task that most sections t
 FIRST = "README.md"  # what a newcomer types is in the first tier of the tests
 PLUGIN = "allranks.testing.plugin"  # pytest finds it by itself where allranks is installed
 PROVE = FIRST, "docs/tour.md", "docs/correctness.md"
+LONG = {
+    *("docs/benchmarking.md: A script", "docs/report.md: A bench", "docs/tour.md: Stop and resume"),
+    *("docs/huggingface.md: Packed texts", "docs/huggingface.md: Texts in an evaluation"),
+    *("docs/testing.md: A layer", "docs/testing.md: A training step"),
+}
+"""Sections that take longest, and show what other tests hold: only --exhaustive runs them."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +322,12 @@ def test_what_is_broken_upstream_was_seen_with_the_versions_that_are_pinned() ->
     assert seen in DOCUMENTS[WITH_TENSORFLOW]
 
 
-@pytest.mark.slow(most=60)
-@pytest.mark.parametrize(("document", "section"), [*sections(with_tensorflow=False)])
+@pytest.mark.slow(most=44)
+@pytest.mark.cases(
+    ("document", "section"),
+    [one for one in sections(with_tensorflow=False) if one.id not in LONG],
+    exhaustive=[one for one in sections(with_tensorflow=False) if one.id in LONG],
+)
 def test_what_a_section_shows_is_true(document: str, section: str, run: Run) -> None:
     write_files(document)
     done = run_blocks(section, run)

@@ -147,7 +147,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.slow(most=11)
+@pytest.mark.slow(most=8)
 @pytest.mark.parametrize("backend", ["", "gloo"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_are_lost_anywhere(train: Train, alone: Result, name: str, backend: str) -> None:
@@ -196,7 +196,7 @@ def test_what_is_received_is_compared(train: Train) -> None:
 CUT = {"checkpoint_every": 3, "keep": 9, "eval_every": "3"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_parts_of_the_state_come_from_the_newest_checkpoint(
     train: Train, alone: Result, strategy: str
@@ -240,7 +240,7 @@ def spared(train: Train, inject: str, strategy: str, **flags: Any) -> Result:
     return elastic(train, inject, **{**usual, **flags})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=7)
 @pytest.mark.parametrize("name", SPARED)
 def test_parts_of_the_state_come_from_copies(train: Train, alone: Result, name: str) -> None:
     """There is no checkpoint, and at most one step is made again for each loss."""

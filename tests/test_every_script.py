@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from allranks.job.run_folder import read_events
-from script_table import SCRIPTS, SCRIPTS_FOLDER, Script, check_output, params
+from script_table import ON_TWO_NODES, SCRIPTS, SCRIPTS_FOLDER, Script, check_output, params
 
 COMMAND = (sys.executable, "-m", "allranks.cli.main", "run", "--show", "all", "--json")
+ELSEWHERE = (*ON_TWO_NODES, "ddp", "convnet_torchrun", "tf_keras_fit")
+"""They run below, or on two nodes, or read the same variables as one that does."""
 
 
 def test_the_table_holds_every_script() -> None:
@@ -24,7 +26,11 @@ def test_the_table_holds_every_script() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", params(SCRIPTS))
+@pytest.mark.cases(
+    "script",
+    params(one for one in SCRIPTS if one.name not in ELSEWHERE),
+    exhaustive=params(one for one in SCRIPTS if one.name in ELSEWHERE),
+)
 def test_a_script_runs_unchanged(script: Script, tmp_path: Path) -> None:
     ranks = ("--ranks", str(script.processes))
     command = [*COMMAND, *ranks, *script.words]

@@ -201,7 +201,7 @@ def test_what_is_sent_is_rows_there_and_back_and_both_gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["Averaged", "Alike"])
+@pytest.mark.cases("task", ["Averaged"], exhaustive=["Alike"])
 def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) -> None:
     """ddp on 2 ranks, expert on 2, on 4 in two copies, fsdp, one process: 10 steps of one."""
     _, weights = reference(task, train, alone)

@@ -293,7 +293,7 @@ def test_what_only_16_bits_compute_is_compared_too(start: Start, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "fp16"), ("gpipe", "bf16")])
+@pytest.mark.cases(("strategy", "precision"), [("fsdp", "fp16")], exhaustive=[("gpipe", "bf16")])
 def test_16_bits_raise_no_false_alarm(
     server: ForkServer, tmp_path: Path, monkeypatch: Any, strategy: str, precision: str
 ) -> None:

@@ -123,7 +123,7 @@ OTHERS_HAVE = {  # cases for --exhaustive alone, and the case that tries the sam
 }
 
 
-@pytest.mark.slow(most=5)
+@pytest.mark.slow(most=4)
 @pytest.mark.cases("case", sorted(CASES.keys() - OTHERS_HAVE), exhaustive=list(OTHERS_HAVE))
 def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
     case: str, train: Train
@@ -360,7 +360,7 @@ def test_so_it_is_on_other_axes(what: str, found: str, strategy: str, train: Tra
         train("fsdp_tasks:Looks", f"what={what}", strategy=strategy, ranks=4, steps=6)
 
 
-@pytest.mark.slow(most=5)
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     ("what", "strategy"),
     [
@@ -394,7 +394,7 @@ def test_as_one_unit_an_ensemble_trains(train: Train) -> None:
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow(but=1, most=6)
+@pytest.mark.slow(but=1, most=4)
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
 @pytest.mark.parametrize("start", ["transposed", "empty", "orthogonal", "a slice"])
 def test_weights_of_any_layout_train_as_in_one_process(

@@ -76,6 +76,7 @@ IN_FLOAT32 = (
 )  # their norms compute in 32 bits, whatever comes in
 
 
+@pytest.mark.slow(most=7)
 @pytest.mark.parametrize("name", [*(name for name in MODELS if name != "Bert"), "SameMasks"])
 def test_a_training_is_a_loop_by_hand(name: str) -> None:
     """20 AdamW steps on one batch of all rows, cut into shards and micro-batches."""
@@ -109,7 +110,7 @@ def references() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.slow(most=16)
+@pytest.mark.slow(most=11)
 @pytest.mark.thinned(
     2,
     ("strategy", ("ddp", "zero2", "fsdp", "tensor", "1f1b")),
@@ -140,6 +141,7 @@ def test_any_strategy_gives_what_one_process_gives(
 DROPPING, EXACT = ("dropout=0.1",), ("tied=False",)
 
 
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "settings"),
     [
@@ -177,7 +179,7 @@ def difference(found: Any, wanted: Any) -> float:
     )
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize(
     ("name", "ranks", "groups", "strategy"),
     [
@@ -214,6 +216,7 @@ def test_a_block_is_the_sum_of_its_features() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("name", "ranks", "again"),
     [("Mixtral", 2, False), ("Mixtral", 4, True), ("Qwen3Moe", 3, False)],
@@ -290,7 +293,7 @@ def test_a_style_that_is_not_known_is_refused_by_name() -> None:
     assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("1f1b", 2)]
 )
@@ -722,6 +725,7 @@ def test_a_shard_of_a_stream_packs_its_own_texts() -> None:
     assert sorted(texts) == sorted(task.encode(row)["input_ids"].tolist() for row in rows)
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("1f1b", 3)])
 def test_packed_has_one_digest(
     strategy: str, ranks: int, train: Callable[..., Any], references: dict[Any, Any]

@@ -28,7 +28,7 @@ def references() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.slow(most=8)
+@pytest.mark.slow(most=5)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "tensor", "1f1b"])
 @pytest.mark.parametrize("name", ["TwoAdapters", "OwnHead", "EightBitBase"])
 def test_adapters_alone_are_trained(

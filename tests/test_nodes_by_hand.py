@@ -6,25 +6,25 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from allranks.cli.main import cli
+from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.start import run_job
 from conftest import TASKS
+from launch_host import Host, Launch
 
 WAIT_S = 180
-Nodes = Callable[..., subprocess.Popen[str]]
+Nodes = Callable[..., Launch]
 
 
 @pytest.fixture
@@ -35,34 +35,28 @@ def rendezvous() -> Iterator[str]:
 
 
 @pytest.fixture
-def node(tmp_path: Path, rendezvous: str) -> Iterator[Nodes]:
+def node(host: Host, tmp_path: Path, rendezvous: str) -> Iterator[Nodes]:
     """`node(i, *words)`: start node i of a job of two nodes with these words; -1:
     without a number."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Launch] = []
 
-    def start(number: int, *words: str, key: str = "a-long-id", cwd: Path = tmp_path) -> Any:
-        command = [sys.executable, "-m", "allranks.cli.main", "train", *words]
+    def start(number: int, *words: str, key: str = "a-long-id") -> Launch:
         own = ["--nodes", "2", "--node-rank", str(number), "--rendezvous", rendezvous, "--id", key]
         own = own if number >= 0 else [*own[:2], *own[4:]]
-        process = subprocess.Popen(
-            [*command, *own], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        return process
+        started.append(host.launch(tmp_path, "train", *words, *own))
+        return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for launch in started:
+        if launch.code is None:
+            launch.signal(signal.SIGKILL)
 
 
 DIGITS = ("digits", "--ranks", "4", "--bitwise", "--steps", "20", "--run-dir", "run")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=WAIT_S)
-    process.communicate = lambda timeout=None: ("", "")  # type: ignore[method-assign, assignment]
-    return process.returncode, out, err
+def ended(launch: Launch) -> tuple[int, str, str]:
+    return launch.wait(WAIT_S), launch.out, launch.err
 
 
 @pytest.mark.slow
@@ -90,7 +84,7 @@ def test_without_numbers_the_first_that_can_listen_is_node_0(node: Nodes, rendez
     host, _, port = rendezvous.rpartition(":")
     first, deadline = node(-1, *DIGITS), time.monotonic() + WAIT_S
     while not listens(host, int(port)):
-        assert first.poll() is None and time.monotonic() < deadline
+        assert first.code is None and time.monotonic() < deadline
         time.sleep(0.05)
     assert [ended(node(-1, *DIGITS))[0], ended(first)[0]] == [0, 0]
 
@@ -115,9 +109,9 @@ def test_an_interface_that_is_not_there_is_refused_on_node_0_as_well(node: Nodes
 
 @pytest.mark.slow
 def test_a_node_that_does_not_come_is_named(node: Nodes, tmp_path: Path) -> None:
-    code, _, err = ended(node(0, *DIGITS, "--join-timeout", "8"))
+    code, _, err = ended(node(0, *DIGITS, "--join-timeout", "4"))
     assert code == 3
-    assert "node 1 of 2 nodes did not come within 8 s (--join-timeout); here: node 0 (" in err
+    assert "node 1 of 2 nodes did not come within 4 s (--join-timeout); here: node 0 (" in err
     assert not (tmp_path / "run").exists()
 
 
@@ -159,18 +153,18 @@ def test_ctrl_c_ends_one_that_waits_for_others(
     host, _, port = rendezvous.rpartition(":")
     deadline = time.monotonic() + WAIT_S
     while number == 0 and not listens(host, int(port)):
-        assert waits.poll() is None and time.monotonic() < deadline
+        assert waits.code is None and time.monotonic() < deadline
         time.sleep(0.05)
     while number == 1 and not catches(waits.pid, signal.SIGTERM):
-        assert waits.poll() is None and time.monotonic() < deadline
+        assert waits.code is None and time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.5 if number else 0.0)  # until it has begun to knock
-    waits.send_signal(signal.SIGINT)
+    waits.signal(signal.SIGINT)
     assert ended(waits)[0] == 130
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
     node: Nodes, number: int, tmp_path: Path
@@ -179,10 +173,10 @@ def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
     both = [node(0, *words), node(1, *words)]
     deadline = time.monotonic() + WAIT_S
     while not any(row["event"] == "training" for row in read_events(tmp_path / "run")):
-        assert time.monotonic() < deadline and both[0].poll() is None
+        assert time.monotonic() < deadline and both[0].code is None
         time.sleep(0.1)
-    both[number].send_signal(signal.SIGTERM)
-    assert [ended(process)[0] for process in both] == [4, 4]
+    both[number].signal(signal.SIGTERM)
+    assert [ended(launch)[0] for launch in both] == [4, 4]
     (stopped,) = (
         row
         for row in read_events(tmp_path / "run")
@@ -205,14 +199,14 @@ def test_a_lost_node_comes_back_to_an_elastic_job(
     def wait_for(members: list[int]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not any(row.get("members") == members for row in read_events(run)):
-            assert time.monotonic() < deadline and head.poll() is None, ended(head)
+            assert time.monotonic() < deadline and head.code is None, head.err
             time.sleep(0.1)
 
     lost, head = node(1, *words), node(0, *words, "--json")
     while len(list(read_rows(run / "metrics.jsonl"))) < 3:
-        assert head.poll() is None, ended(head)
+        assert head.code is None, head.err
         time.sleep(0.1)
-    lost.kill()
+    lost.signal(signal.SIGKILL)
     wait_for([0, 1])
     code, _, err = ended(node(1, *words, "--seed", "3"))
     assert code == 2 and "every node is started with the same words" in err
@@ -224,8 +218,8 @@ def test_a_lost_node_comes_back_to_an_elastic_job(
     wait_for([0, 1, 2, 3])
     assert ended(node(1, *words))[0] == 2, "it is here already"
     hurry.touch()
-    (code, out, err), _ = ended(head), ended(back)
-    assert (code, back.returncode) == (0, 0), err
+    (code, out, err), (of_back, *_) = ended(head), ended(back)
+    assert (code, of_back) == (0, 0), err
     assert "has come back, with seats for 2 ranks" in err
     flags = {"bitwise": True, "steps": 300, "run_dir": str(tmp_path / "one")}
     one = run_job(resolve(str(program), flags), server)
@@ -262,20 +256,15 @@ def test_a_lost_node_comes_back_to_an_elastic_job(
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_cannot_be_is_refused_in_four_parts(
-    words: tuple[str, ...], found: str, tmp_path: Path, server: ForkServer
+    words: tuple[str, ...], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "allranks.cli.main", "train", "digits", "--nodes", "2"]
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
-    done = subprocess.run(
-        [*command, *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(RequestError) as refused:
+        cli(["train", "digits", "--nodes", "2", *words], standalone_mode=False)
+    assert refused.value.exit_code == 2
     for part in ("asked: ", "found: ", "why: ", "do: "):
-        assert part in done.stderr
-    assert found in done.stderr
+        assert part in str(refused.value)
+    assert found in str(refused.value)
     assert not list(tmp_path.iterdir())

@@ -504,7 +504,7 @@ def test_each_line_that_is_broken_is_there_once() -> None:
 ONE_FOR_EACH_JOB = list({fault.options: name for name, fault in reversed(FAULTS.items())}.values())
 
 
-@pytest.mark.slow(most=9)
+@pytest.mark.slow(most=6)
 @pytest.mark.cases("name", ONE_FOR_EACH_JOB, exhaustive=sorted(FAULTS.keys() - ONE_FOR_EACH_JOB))
 def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]

@@ -22,6 +22,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.tools.replay import REPLAYS, Replayed, ReplayRequest, plan_replay, replay
 from conftest import TASKS
+from launch_host import Host, Launch
 
 Train = Callable[..., Result]
 IMAGES = "contract_tasks:Images"
@@ -228,7 +229,7 @@ class WithUnused(Images):
 
 
 @pytest.mark.slow
-def test_a_saved_step_runs_with_torch_alone(train: Train, tmp_path: Path) -> None:
+def test_a_saved_step_runs_with_torch_alone(train: Train, host: Host, tmp_path: Path) -> None:
     """BatchNorm, keyed dropout, an uneven batch and an unused weight; what is changed is told.
 
     The path of the program is text, and no part of the script.
@@ -239,8 +240,8 @@ def test_a_saved_step_runs_with_torch_alone(train: Train, tmp_path: Path) -> Non
     (folder / "copied.py").write_text(text)
     program = f"{folder}/copied.py:WithUnused"
     run = train(program, **JOB, bitwise=True, strategy="zero1", ranks=2).run_dir
-    words = [sys.executable, "-m", "allranks.cli.main", "replay", str(run), "--step", "10"]
-    subprocess.run([*words, "--save-step", str(file)], capture_output=True, check=True)
+    words = ("replay", str(run), "--step", "10", "--save-step", str(file))
+    assert host.launch(tmp_path, *words).wait() == 0
     assert "allranks." not in file.read_text().replace("`allranks replay", "")
     alone = [sys.executable, "-I", str(file)]
     ended = subprocess.run(alone, capture_output=True, text=True, check=False)
@@ -280,22 +281,21 @@ class Notes(Callback):
 
 @pytest.mark.slow
 def test_one_shard_of_a_step_has_the_gradients_that_its_rank_computed(
-    train: Train, tmp_path: Path
+    train: Train, host: Host, tmp_path: Path
 ) -> None:
     """Shard 5 of 8 is the second pass of rank 1 of 2. The short batch of step 10 has no shard 7."""
 
-    def saved(step: int, file: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "allranks.cli.main", "replay", str(run), "--step", str(step)]
-        words += ["--save-step", str(file), *flags]
-        return subprocess.run(words, capture_output=True, text=True, check=False)
+    def saved(step: int, file: Path, *flags: str) -> Launch:
+        words = ("replay", str(run), "--step", str(step), "--save-step", str(file), *flags)
+        return host.launch(tmp_path, *words)
 
     program = tmp_path / "noted.py"
     program.write_text(NOTED)
     run = train(f"{program}:Noted", **JOB, bitwise=True, strategy="ddp", ranks=2).run_dir
     alone, whole = tmp_path / "alone.py", tmp_path / "whole.py"
-    ended = saved(9, alone, "--only-shard", "5")
-    assert "of step 9 shard 5 alone: its gradients" in ended.stdout, ended
-    assert saved(9, whole).returncode == 0
+    launch = saved(9, alone, "--only-shard", "5")
+    assert launch.wait() == 0 and "of step 9 shard 5 alone: its gradients" in launch.out, launch.err
+    assert saved(9, whole).wait() == 0
     assert alone.stat().st_size < whole.stat().st_size
     words = [sys.executable, "-I", str(alone)]
     ended = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -307,8 +307,8 @@ def test_one_shard_of_a_step_has_the_gradients_that_its_rank_computed(
         passes = [r["sha256"] for r in rows if (r["step"], r["name"]) == (9, name)]
         assert len(passes) == 4 and passes[1] == content
     for flags, problem in [(("10", "7"), "no sample"), (("9", "8"), "found: 8 shards")]:
-        ended = saved(int(flags[0]), tmp_path / "none.py", "--only-shard", flags[1])
-        assert ended.returncode == 2 and problem in ended.stderr
+        launch = saved(int(flags[0]), tmp_path / "none.py", "--only-shard", flags[1])
+        assert launch.wait() == 2 and problem in launch.err
         assert not (tmp_path / "none.py").exists()
 
 

@@ -16,24 +16,22 @@ import pytest
 
 from allranks.launcher.processes.ports import Reservation
 from launch_host import until
-from script_table import SCRIPTS, Script, check_output, params
+from script_table import ON_TWO_NODES, SCRIPTS, Script, check_output, params
 from test_nodes_by_hand import listens
 
 RUN = (sys.executable, "-m", "allranks.cli.main", "run")
 ON_TWO = ("--nodes", "2", "--place", "simulated:link=1gbit", "--show", "all", "--json")
-ALIKE = ("convnet_torchrun", "fsdp2", "accelerate_loop", "tf_keras_fit")
-"""They read the same variables as others that are run here."""
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.mark.slow(most=5)
+@pytest.mark.slow
 @pytest.mark.cases(
     "script",
-    params(one for one in SCRIPTS if one.processes > 1 and one.name not in ALIKE),
-    exhaustive=params(one for one in SCRIPTS if one.name in ALIKE),
+    params(one for one in SCRIPTS if one.name in ON_TWO_NODES),
+    exhaustive=params(one for one in SCRIPTS if one.name not in ON_TWO_NODES and one.processes > 1),
 )
 def test_a_script_runs_unchanged_on_two_nodes(script: Script, tmp_path: Path) -> None:
     done = run(*ON_TWO, "--ranks", str(script.processes), *script.words, cwd=tmp_path)

@@ -13,7 +13,7 @@ from parallel_faults import CASES, STEPS
 RIGHT_CAUSES = 15
 
 
-@pytest.mark.slow(but=3, most=12)
+@pytest.mark.slow(but=3, most=9)
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_found_with_its_cause(name: str, same_on_ranks: Any) -> None:
     step, tensor, kind, function = CASES[name]
@@ -23,7 +23,7 @@ def test_a_planted_fault_is_found_with_its_cause(name: str, same_on_ranks: Any) 
     assert f"step {step}, tensor {tensor!r}" in str(found.value)
 
 
-@pytest.mark.slow(but=3, most=18)
+@pytest.mark.slow(but=3, most=10)
 @pytest.mark.parametrize("precision", ["float64", "own"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_correct_twin_is_the_same(name: str, precision: str, same_on_ranks: Any) -> None:

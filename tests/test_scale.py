@@ -722,7 +722,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_new_rank_that_goes_wrong_leaves_alone(changing: Change, alone: str, name: str) -> None:
     """The others go on from that boundary; no step is made again."""
@@ -739,7 +739,7 @@ def test_a_new_rank_that_goes_wrong_leaves_alone(changing: Change, alone: str, n
     assert groups == ([] if fault == "counts" else [([0, 1], [], 0)])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("odd", [0, 3])
 def test_a_sound_rank_stays_and_a_refused_one_may_be_the_first(
     changing: Change, alone: str, odd: int

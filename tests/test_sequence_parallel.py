@@ -47,7 +47,7 @@ def test_equal_to_one_process(
 @pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [
-        ("Scaled", "fsdp:tensor=2,sequence=yes", 4, {"micro_batch": 1}),
+        ("Scaled", "fsdp:tensor=2,sequence=yes", 4, {"micro_batch": 3}),
         ("Odd", "fsdp:tensor=4,sequence=yes", 4, {"activation_checkpointing": True}),
     ],
     exhaustive=[

@@ -40,7 +40,7 @@ SOME = [*RIGHT[::4], *[name for name in TASKS if name not in RIGHT][::5]]
 REST = [name for name in TASKS if name not in SOME]
 
 
-@pytest.mark.slow(most=10)
+@pytest.mark.slow(most=7)
 @pytest.mark.cases("name", SOME, exhaustive=REST)
 def test_a_task_trains_alike_on_any_ranks_or_says_so(name: str, train: Train) -> None:
     runs = {ranks: outcome(train, f"silent_tasks:{name}", ranks) for ranks in RANKS}

@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(most=12)
+@pytest.mark.slow(most=9)
 @pytest.mark.parametrize(("strategy", "ranks", "task"), CASES)
 def test_a_rank_stores_what_its_card_says(
     strategy: str, ranks: int, task: str, on_ranks: Callable[..., Any]

@@ -252,7 +252,7 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
     assert result.summary["sent_bytes"]["gradients"] == 4 * (outputs + inputs + tally)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("task", ["Heads", "Letters", "Planned"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 10 steps of one."""
@@ -355,7 +355,7 @@ def test_ranks_that_make_no_copies_are_refused(train: Train) -> None:
         train("tensor_tasks:Stack", strategy="tensor:exact=yes", ranks=3, steps=1)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.cases(
     ("task", "settings"),
     [

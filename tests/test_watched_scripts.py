@@ -158,7 +158,7 @@ def watch(
     return watched_in(folder / "run" / FACTS)
 
 
-@pytest.mark.slow(but=1, most=16)
+@pytest.mark.slow(but=1, most=11)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_nothing_else(fault: str, server: ForkServer, tmp_path: Path) -> None:
     watched = watch(server, tmp_path, fault)
@@ -178,7 +178,7 @@ def test_the_corrected_twin_is_silent(words: str, server: ForkServer, tmp_path: 
     assert watched.ranks == 2
 
 
-@pytest.mark.slow(most=6)
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_found_with_its_cause(kind: str, server: ForkServer, tmp_path: Path) -> None:
     watched = watch(server, tmp_path, kind, OTHER_KINDS)

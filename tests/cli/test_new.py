@@ -14,11 +14,13 @@ from allranks.cli.main import cli
 from allranks.cli.templates.new import TEMPLATES, new
 from allranks.errors import RequestError
 from allranks.job.config import resolve
+from allranks.job.engines import preload_for
 from allranks.job.program import find_program
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import run_job
 from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch import Task
-from conftest import Train
+from conftest import MODULES, Train
 
 ON_TORCH = ["plain", "images"] + ["transformers"] * (find_spec("transformers") is not None)
 Write = Callable[[str], str]
@@ -48,15 +50,16 @@ def _is_equal(program: str, server: ForkServer, folder: Path, **flags: Any) -> b
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.timeout(660)  # every process of a check imports transformers
 @pytest.mark.parametrize("template", ON_TORCH)
 def test_a_template_trains_learns_and_is_equal_to_one_process(
-    write: Write, train: Train, server: ForkServer, tmp_path: Path, template: str
+    write: Write, tmp_path: Path, template: str
 ) -> None:
     program = write(template)
-    figures = train(program, ranks=2, strategy="ddp").summary["eval"]
-    assert figures["accuracy"] > {"plain": 0.9, "images": 0.5, "transformers": 0.2}[template]
-    assert _is_equal(program, server, tmp_path, strategy="ddp")
+    with ForkServer((*preload_for(program), *MODULES)) as server:  # it imports transformers once
+        flags = {"ranks": 2, "strategy": "ddp", "run_dir": str(tmp_path / "run")}
+        figures = run_job(resolve(program, flags, ()), server).summary["eval"]
+        assert figures["accuracy"] > {"plain": 0.9, "images": 0.5, "transformers": 0.2}[template]
+        assert _is_equal(program, server, tmp_path, strategy="ddp")
 
 
 @pytest.mark.slow

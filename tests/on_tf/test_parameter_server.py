@@ -52,7 +52,7 @@ def steps_of(result: Result) -> list[int]:
 )
 def test_one_worker_is_single(train_tf: Train, task: str, strategy: str) -> None:
     """Of arrays that the worker holds, and of samples that the chief sends."""
-    flags: dict[str, Any] = {"precision": "fp64", "steps": 50}
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 20}
     settings = ("optimizer_name=Adam", "lr=0.01") if task == "Convolutions" else ()
     alone = train_tf(f"{TASK_FILE}:{task}", *settings, strategy="single", **flags)
     served = train_tf(f"{TASK_FILE}:{task}", *settings, strategy=strategy, **flags)

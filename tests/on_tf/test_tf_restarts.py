@@ -48,7 +48,7 @@ def assert_same(found: Result, wanted: Result) -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=TOLERANCE)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.cases(
     "inject",
     [

@@ -158,7 +158,7 @@ def test_kills_at_random_times(
 
     One in ten is killed while it starts, loads and clears up. Half of all save without waiting.
     """
-    count, chance = (60 if exhaustive else 24), random.Random()
+    count, chance = (60 if exhaustive else 16), random.Random()
     for blocking in (False, True):
         place = tmp_path / f"blocking-{blocking}"
         place.mkdir()

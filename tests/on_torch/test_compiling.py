@@ -111,6 +111,7 @@ def graphs_and_breaks() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     "make", [basic_blocks, bottlenecks, words, encoder, dropping_words, dropping_images]
 )

@@ -50,7 +50,7 @@ SIMULATIONS: dict[str, Sum] = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=7)
 @pytest.mark.parametrize("reduce", SIMULATIONS)
 @pytest.mark.parametrize("ranks", [3, 2, 1])
 def test_a_training_is_its_simulation(reduce: str, ranks: int, train: Train) -> None:
@@ -73,7 +73,7 @@ def test_a_training_is_its_simulation(reduce: str, ranks: int, train: Train) -> 
 EXACT = ["top-k(k=32,chunk=32)", "power-sgd(rank=1000,min_rate=0)"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize("reduce", EXACT)
 @pytest.mark.parametrize(("task", "ranks"), [("Images", 3), ("Words", 2)])
 def test_nothing_is_left_out_where_the_card_says_so(
@@ -129,7 +129,7 @@ def test_columns_become_orthonormal_or_zero() -> None:
     torch.testing.assert_close(found @ (found.mT @ given), given, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("reduce", ["top-k(k=16,chunk=256,after=20)", "power-sgd(rank=2,after=20)"])
 def test_digits_are_learnt(reduce: str, train: Train) -> None:
     result = train("digits", "epochs=6", strategy=f"ddp:reduce={reduce}", ranks=2)
@@ -173,7 +173,7 @@ def test_of_a_matrix_that_is_not_finite_nothing_stays(size: int) -> None:
     assert group.residual.isfinite().all()
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("name", ["two-bit", "top-k", "power-sgd", "one-bit", "n-bit"])
 def test_every_default_trains_digits(name: str, train: Train) -> None:
     result = train("digits", strategy=f"ddp:reduce={name}", ranks=4)

@@ -629,7 +629,7 @@ def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None
     assert difference(found, {name: weight.numpy() for name, weight in theta.items()}) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
     "inject",

@@ -142,7 +142,7 @@ def test_a_momentum_is_in_the_state(strategy: str, on_ranks: Callable[..., Any])
     on_ranks(2, "contract_workers:go_on_from_a_state", argument)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("strategy", ["ddp:reduce=demo", "hsdp:shard=2,reduce=demo"])
 def test_digits_are_learnt(strategy: str, train: Train) -> None:
     ranks = 4 if "shard" in strategy else 2

@@ -50,7 +50,7 @@ def test_every_policy_with_every_kind_of_bad_step(
     on_ranks(ranks, "guard_tasks:every_policy", argument)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_policy_under_bitwise(ranks: int, on_ranks: OnRanks) -> None:
     """A model that writes buffers of its own is refused there."""
@@ -117,7 +117,7 @@ def told(task: str, ranks: int, on_ranks: OnRanks, out: Path, **job: Any) -> lis
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_gradient_that_goes_bad_inside_the_model_is_traced_to_its_sample(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
@@ -175,7 +175,7 @@ def test_a_rank_that_trains_alone_judges_for_itself(on_ranks: OnRanks, tmp_path:
         assert all(f"rank {rank}: the loss of sample {BAD}" in row[1] for row in found)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize(
     ("ranks", "job"),
     [
@@ -309,7 +309,7 @@ def test_sparse_gradients_have_a_length() -> None:
         )
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("task", ["Images", "Words", "Experts", "PulledExperts"])
 def test_the_length_is_reported_alike_by_every_strategy(
     task: str, on_ranks: OnRanks, tmp_path: Path

@@ -28,7 +28,7 @@ from conftest import Train
 OnRanks = Callable[..., Any]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_digits_are_learnt(precision: str, train: Train) -> None:
     result = train("digits", "epochs=6", ranks=2, precision=precision)

@@ -429,7 +429,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run_dir) if event["event"] == name]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=3)
 @pytest.mark.parametrize(
     ("rank", "rejoins"), [(4, 3), (4, 0), (2, 3), (0, 3)], ids=str
 )  # a worker that comes again, and one that does not; a server; the scheduler

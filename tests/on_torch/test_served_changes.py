@@ -33,7 +33,7 @@ from test_every_strategy import difference
 # --- update=worker ------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=3)
 @pytest.mark.parametrize("transport", ["auto", "sockets"])
 @pytest.mark.parametrize("rank", [3, 1])
 def test_who_updates_and_who_dies_changes_no_bit(train: Train, transport: str, rank: int) -> None:
@@ -209,7 +209,7 @@ def test_one_worker_that_pushes_changes_is_one_process(train: Train) -> None:
     assert sent == pytest.approx(3 * 5 * card, rel=0.02), "once in each of three rounds"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("pipeline", ["no", "yes"])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_batch_of_a_round_counts_once_whoever_dies(

@@ -228,7 +228,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.slow(but=1, most=10)
+@pytest.mark.slow(but=1, most=8)
 @pytest.mark.parametrize(("task", "job"), RIGHT, ids=lambda value: str(value).replace("/", ""))
 def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) -> None:
     job = {"steps": 6, "precision": "fp64", **job}
@@ -242,7 +242,7 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
     )
 
 
-@pytest.mark.slow(but=1, most=9)
+@pytest.mark.slow(but=1, most=6)
 @pytest.mark.parametrize(
     ("task", "job"),
     [

@@ -32,12 +32,14 @@ from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import Server
 from allranks.torch.step import in_flight as steps
+from allranks.torch.step import losses, tally
 from pretended import streams, tasks
 from pretended.backend import install
 from pretended.record import Misuse, Told, Watched, phase_of, watch
 from pretended.streams import NAME
 
-WARM, MEASURED = 18, 3  # the counts of a usual step are made once for each of 16 positions
+FEW = 4  # looks at targets, and positions, for each of which the counts of a step are made once
+WARM, MEASURED = FEW + 2, 3
 _trainings = iter(range(1000))
 
 
@@ -53,6 +55,12 @@ def trainer(argument: dict[str, Any], device: str, **job: Any) -> Trainer:
     asked = {"steps": 4, "threads": 1, **argument.get("job", {}), **job, "device": device}
     asked["ranks"] = world.size
     return Trainer(task, Job(program="pretended.tasks:Small", **asked), world=world)
+
+
+def install_for_usual_steps() -> None:
+    """Have the device, and what the engine does in its first steps done in fewer of them."""
+    install()
+    tally.POSITIONS = losses.LOOKS = FEW
 
 
 def trained(argument: dict[str, Any], device: str, **job: Any) -> list[Any]:
@@ -202,7 +210,7 @@ def without_the_wait_for_a_sum(argument: dict[str, Any]) -> None:
 
 def launches_of_a_step(argument: dict[str, Any]) -> None:
     """How many kernels of a usual step each line launches, into a file."""
-    install()
+    install_for_usual_steps()
     with trainer(argument, NAME, steps=WARM + 1) as training:
         for number, batch in enumerate(training.batches()):
             with watch() if number >= WARM else nullcontext(Watched()) as watched:
@@ -214,7 +222,7 @@ def launches_of_a_step(argument: dict[str, Any]) -> None:
 
 def launches_beside_a_loop(argument: dict[str, Any]) -> None:
     """How many kernels a usual step launches, and a step of a loop by hand, into a file."""
-    install()
+    install_for_usual_steps()
     by_library.DEVICES.add(NAME)  # as on cuda, and not as on the CPU
     with trainer(argument, NAME, steps=WARM + 1) as training:
         for number, batch in enumerate(training.batches()):
@@ -245,7 +253,7 @@ def waits_of_a_step(argument: dict[str, Any]) -> None:
 
     There, and in an evaluation, it waits for other ranks in no other phase than `exchange`.
     """
-    install()
+    install_for_usual_steps()
     with trainer(argument, NAME, steps=WARM + MEASURED) as training:
         phase_of.append(lambda: training.heartbeat.phase)
         others: list[Told] = []

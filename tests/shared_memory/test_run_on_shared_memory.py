@@ -32,7 +32,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+@pytest.mark.cases("script", ["fsdp2.py"], exhaustive=["ddp.py"])
 def test_a_script_that_asks_for_gloo_trains_alike_in_shared_memory(
     script: str, tmp_path: Path
 ) -> None:

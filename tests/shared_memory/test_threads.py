@@ -46,7 +46,7 @@ def test_ranks_that_are_threads_get_equal_sums(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
+def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, exhaustive: bool) -> None:
     program = built(tmp_path, SANITIZERS[sanitizer])
     for seed, ranks in enumerate((2, 3, 4, 6, 8)):
-        run(program, ranks, 400, seed)
+        run(program, ranks, 400 if exhaustive else 150, seed)

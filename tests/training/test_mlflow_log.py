@@ -45,7 +45,7 @@ def test_a_run_in_mlflow_has_each_step_once(train: Train, tmp_path: Path) -> Non
     }.items() <= run.data.params.items()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize(
     ("status", "words"),
     [("FAILED", ("--inject", "fail@step=10")), ("KILLED", ("--time-limit", "5"))],

@@ -126,8 +126,7 @@ CHANGES_IMPORTS = re.compile(rb"environ|putenv|sys\.path")
 def _large_imports(program: str) -> tuple[str, ...]:
     """What a file imports at its top of `LARGE`, unless it may mean, or set, something else."""
     path = _file_of(program)
-    text = b"" if path is None else path.read_bytes()
-    if path is None or CHANGES_IMPORTS.search(text):
+    if path is None or CHANGES_IMPORTS.search(_text(path)):
         return ()
     ends, folders = ("", ".py"), (path.parent, Path())
     hidden = [p for p in LARGE for end in ends for d in folders if (d / f"{p}{end}").exists()]
@@ -139,11 +138,19 @@ def _large_imports(program: str) -> tuple[str, ...]:
     return tuple(f"{module or name}:{name if module else '__name__'}" for module, _, name in places)
 
 
-def _parsed(file: Path) -> ast.Module:
-    """The tree of a file; an empty one if it has none: what is wrong is said when it is loaded."""
+def _text(file: Path) -> bytes:
+    """What is in a file; nothing if it cannot be read: what is wrong is said when it is loaded."""
     try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def _parsed(file: Path) -> ast.Module:
+    """The tree of a file; an empty one if it has none."""
+    try:
+        return ast.parse(_text(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module([], [])
 
 
@@ -163,8 +170,9 @@ def engine_of_program(program: str) -> str:
     if program in PROGRAMS:
         return next((engine.name for engine in others if program in engine.programs), usual.name)
     path = _file_of(program)
-    if path is None:
-        return usual.name
+    last = [module.rpartition(".")[2] for engine in others for module in engine.tasks]
+    if path is None or not any(name.encode() in _text(path) for name in last):
+        return usual.name  # without the name of such a module no need to parse the file
     names = [name for node in ast.walk(_parsed(path)) for name in _imported(node)]
     return next((engine.name for engine in others if _takes_a_task(names, engine)), usual.name)
 
