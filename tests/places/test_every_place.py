@@ -214,6 +214,6 @@ def test_a_command_that_ends_before_it_reads_its_ticket_is_named() -> None:
     long = Ticket(addresses=(), port=0, key="", node=0, program="p" * 2**20)
     with Agents() as agents:
         agents.start("n9", ["sh", "-c", "exec <&-; exit 7"], long)
-        agents._all[0][1].wait()
+        agents._all[0].process.wait()
         with pytest.raises(PlaceError, match=r"n9 could not be started: .* code 7"):
             agents.check()

@@ -46,7 +46,7 @@ from allranks.torch.witness.replicas import digest
 PARTS, LEAST_BYTES = 4, 32 * 2**20  # of the state that follow a step: a part, or so much
 MOST_WAITING = 2  # packets, before a step waits for the link: as long as a step at most
 LOOK_S, LONGEST_S = 0.001, 10.0
-CONNECTING, PATIENCE = timedelta(minutes=1), timedelta(minutes=10)  # steps may take long
+CONNECTING, PATIENCE = timedelta(minutes=1), timedelta(minutes=2)  # for the next packet
 TAG = 1
 SETTINGS = (bool, int, float, tuple)  # of a group, that a callback or a schedule may change
 

@@ -1,10 +1,10 @@
 """The nodes of a job join its head: admission, missing nodes, and the checks before the start.
 
-The head listens at one address, in an elastic job to the end: a node may come back after it was
-lost. It admits a node that knows the key, was started with the same
-command line, and has a free number. Before anything starts, the head checks that all nodes have
-the same versions and program and see the run folder, and chooses the address at which each is
-reachable. An error names every node that differs.
+The head listens at one address; in an elastic job to its end, for a node may come back after it was
+lost. It admits a node that knows the key, was started with the same command line, and has a free
+number. Before anything starts, the head checks that all nodes have the same versions and program
+and see the run folder, and chooses the address at which each is reachable. An error names every
+node that differs.
 """
 
 from __future__ import annotations
