@@ -136,6 +136,7 @@ class Run:
         before = len(self.groups())
         time.sleep(NOTHING_FOR_S)
         order = self.host.launch(self.folder, "scale", str(self.run_dir), "--ranks", str(ranks))
+        self.wait(lambda: order.code is not None, "the answer to the order")
         assert order.wait() == 0, order.err
         self.wait(lambda: len(self.groups()) > before, "a group after the order")
         group = self.groups()[-1]

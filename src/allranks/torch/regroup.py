@@ -297,17 +297,17 @@ def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str
     there = {tensor.data_ptr() for part in parts for tensor in part.values()}
     streamed = {path: t for path, t in tensors.items() if t.data_ptr() in there}
     if is_source:
-        forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in tensors.items()]
-        text = json.dumps([skeleton, [form for form in forms if form[0] not in streamed]])
+        others = {path: tensor for path, tensor in tensors.items() if path not in streamed}
+        forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in others.items()]
+        text = json.dumps([skeleton, forms])
     skeleton, forms = json.loads(comm.gather_texts(text)[agreed.source])
     is_behind = comm.rank in agreed.behind
     if is_behind:
         rooms = _apart(tensors)
-        tensors = {path: _room(rooms.get(path), DTYPES[t], shape) for path, t, shape in forms}
+        others = {path: _room(rooms.get(path), DTYPES[t], shape) for path, t, shape in forms}
+        tensors = {**streamed, **others}
     if is_behind or is_source:
-        unknown = [tensor for path, tensor in tensors.items() if path not in streamed]
-        comm.hand(*unknown, source=agreed.source, to=agreed.behind)
-    tensors = {**tensors, **streamed}
+        comm.hand(*others.values(), source=agreed.source, to=agreed.behind)
     return dict(unflatten(skeleton, tensors)) if is_behind else state
 
 
