@@ -290,6 +290,18 @@ def test_a_state_that_takes_longer_than_a_step_is_sent_before(
     assert launch.table.group.members == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("uptime_s", [1.0, 1e9])
+def test_a_new_rank_may_be_on_a_host_with_another_uptime(launch: Launch, uptime_s: float) -> None:
+    """Clocks that count from the start of a host are not compared, nor are older events taken."""
+    launch.write(2, "joins", "ready", "joining", monotonic=1e12)  # it has left since
+    launch.ask(join=1)
+    launch.tick()
+    assert launch.table.group.number == 0
+    launch.write(2, "joins", "ready", "joining", monotonic=uptime_s)
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2)
+
+
 def test_one_change_at_a_time(launch: Launch) -> None:
     launch.ask(join=1)
     launch.ask(ranks=4)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
+from allranks.launcher.heartbeat import Group
 from allranks.launcher.world import World
 
 
@@ -65,3 +66,10 @@ def test_a_world_size_without_a_rank_is_refused() -> None:
     assert refused.value.found == "no RANK in the environment"
     assert World.from_environment({"WORLD_SIZE": "1"}).size == 1
     assert World.from_environment({"WORLD_SIZE": "4", "RANK": "3"}).rank == 3
+
+
+def test_a_group_meets_beside_the_first_whatever_the_folder_is_called() -> None:
+    world = World(1, 3, store="/runs/a-group-1/run/.store-0")
+    for number in (1, 12):
+        world = world.in_group(Group(number, -1, (0, 1)))
+        assert world.store == f"/runs/a-group-1/run/.store-0-group-{number}"

@@ -189,8 +189,8 @@ class Sending:
         strategy.step.before_update = self._before_update
         threading.Thread(target=self._send, args=(world, where, order), daemon=True).start()
 
-    def end(self, cause: str) -> None:
-        """End this stream early."""
+    def give_up(self, cause: str) -> None:
+        """End this stream before the new ranks have the state; they receive all at the boundary."""
         self._report("stream_ended", cause=cause)
         self.close()
 
@@ -205,7 +205,7 @@ class Sending:
         try:
             yield
         except Exception as error:
-            self.end(f"{type(error).__name__}: {error}")
+            self.give_up(f"{type(error).__name__}: {error}")
 
     def _send(self, world: World, where: str, order: Stream) -> None:
         with self._ending_on_error():
@@ -224,7 +224,7 @@ class Sending:
         """Copy those of what was sent, as the optimizer is about to see them."""
         gradients = [parameter.grad for parameter in self._parameters[: self._next]]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            self.end("gradients of some rows alone")
+            self.give_up("gradients of some rows alone")
             return
         self._groups = [
             {key: value for key, value in group.items() if isinstance(value, SETTINGS)}
@@ -240,7 +240,7 @@ class Sending:
         until = began_at + min(began_at - self._at, LONGEST_S)
         while (waiting := self._packets.unfinished_tasks) > MOST_WAITING and not ends:
             if self.is_over or time.monotonic() > until:
-                self.end("the link is slower than the steps")
+                self.give_up("the link is slower than the steps")
                 return
             time.sleep(LOOK_S)
         self._at = time.monotonic()

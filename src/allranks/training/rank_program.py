@@ -32,7 +32,7 @@ from allranks.training.callback import Callback
 from allranks.training.engine.regroup import (
     Agreed,
     Handover,
-    Receives,
+    Receiver,
     TrainsNoMore,
     first_group,
     next_group,
@@ -209,7 +209,7 @@ class RankProgram(ABC, Generic[T]):
         """Allocate what a new rank is going to receive, before the others wait for it."""
         raise NotImplementedError
 
-    def receiver(self, trainer: T, before: Handover) -> Receives:
+    def receiver(self, trainer: T, before: Handover) -> Receiver:
         """What receives the state of a new rank while the others train; its trainer is closed."""
         raise NotImplementedError
 

@@ -53,7 +53,7 @@ class FollowedJob:
     """What is known of a job now; what is not known is `None`.
 
     `row` is the newest row of the metrics, `step` the steps that are done. `agree` says whether
-    that row is true of all ranks, or of rank 0 alone. `quiet_s` is the time since that row.
+    that row is true of all ranks, or of rank 0 alone. `quiet_s` is the time since it was read.
     """
 
     ranks: int = 1
@@ -107,7 +107,7 @@ class Follower:
         self._points: deque[_Point] = deque()
         self._samples = 0
         self._rate_over_s = rate_over_s
-        self._started = time.monotonic()
+        self._started = self._read_at = time.monotonic()
 
     def look(self) -> list[str]:
         """Read new output and events; returns the lines to print."""
@@ -115,17 +115,17 @@ class Follower:
         events = [
             {"rank": rank, **event} for rank, tail in self._events.items() for event in tail.rows()
         ]
-        for event in sorted(events, key=lambda event: float(event["monotonic"])):
+        for event in sorted(events, key=lambda event: float(event["time"])):
             lines += in_words(event)
             self._note(event)
         self._count(self._metrics.rows())
-        now, row = time.monotonic(), self.state.row
+        now = time.monotonic()
         self.state = dataclasses.replace(
             self.state,
             samples_per_s=self._rate(),
             seconds_left=self._left(),
             elapsed_s=now - self._started,
-            quiet_s=0.0 if row is None else max(0.0, now - float(row["monotonic"])),
+            quiet_s=0.0 if self.state.row is None else now - self._read_at,
             anomalies=tuple(
                 sorted(self._anomalies.values(), key=lambda a: -1 if a.rank is None else a.rank)
             ),
@@ -144,6 +144,7 @@ class Follower:
             known = {"saved_step": event["step"]}
         elif name == "group":
             known = {"ranks": len(event["members"])}
+            self._points.clear()  # another rank, perhaps on another host, may write the rows now
         elif name == "attempt":  # a slow rank may not be slow again
             items = self._anomalies.items()
             self._anomalies = {key: value for key, value in items if key[1] != "straggler"}
@@ -163,7 +164,7 @@ class Follower:
             self.state = dataclasses.replace(self.state, row=row)
             self._samples += int(row["samples"])
         if rows:
-            last = rows[-1]
+            last, self._read_at = rows[-1], time.monotonic()
             at = float(last["monotonic"])
             self._points.append(_Point(at, int(last["step"]), self._samples))
             while at - self._points[0].monotonic > max(ETA_OVER_S, self._rate_over_s):

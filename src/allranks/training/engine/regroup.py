@@ -250,7 +250,7 @@ def next_group(heartbeat: Heartbeat, world: World, step: int, error: PeerLost) -
     return group
 
 
-class Receives(Protocol):
+class Receiver(Protocol):
     """What receives the state of a new rank while the others train.
 
     The state has `state_bytes` in all. `step` is the step after which this rank has it, else -1.
@@ -264,7 +264,7 @@ class Receives(Protocol):
         ...
 
 
-def first_group(heartbeat: Heartbeat, world: World, receiver: Receives) -> Group:
+def first_group(heartbeat: Heartbeat, world: World, receiver: Receiver) -> Group:
     """The group that a new rank joins; there it waits until the others come to their boundary."""
     heartbeat.enter("exchange")
     while world.number not in (group := heartbeat.group()).members:
