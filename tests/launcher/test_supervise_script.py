@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from allranks.launcher.scripts.supervise import (
     ForwardedSignals,
     ScriptsEnded,
     StopPolicy,
+    _descendants,
     supervise_script,
 )
 from allranks.launcher.supervisor import WatchPolicy, supervise
@@ -176,3 +178,13 @@ def test_where_watching_breaks_every_process_is_killed_and_waited_for(of_scripts
     gone = Fake([[]])
     gone.signal = is_gone  # type: ignore[method-assign]
     watched(gone)
+
+
+def test_a_process_may_end_while_its_children_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def glob(folder: Path, pattern: str) -> None:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert _descendants(os.getpid()) == []

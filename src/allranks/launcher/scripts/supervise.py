@@ -215,9 +215,10 @@ class Connections:
 
 def _descendants(pid: int) -> list[int]:
     descendants: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, _text(task).split()):
-            descendants += [child, *_descendants(child)]
+    with suppress(OSError):  # it may end while its folder is read
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, _text(task).split()):
+                descendants += [child, *_descendants(child)]
     return descendants
 
 
