@@ -24,7 +24,7 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import PeerLost, ProgramError, RequestError
 from allranks.job.config import resolve
-from allranks.job.run_folder import read_events, read_rows
+from allranks.job.run_folder import leaders_evaluations, read_events, read_rows
 from allranks.launcher.attempts import Attempts
 from allranks.launcher.fault_report import RankFault
 from allranks.launcher.heartbeat import Beat, Group
@@ -72,6 +72,12 @@ def groups(result: Result) -> list[dict[str, Any]]:
     return [row for row in read_events(result.run_dir) if row["event"] == "group"]
 
 
+def evaluations(result: Result) -> list[int]:
+    """The steps after which leaders evaluated; they write it again if they evaluated again."""
+    events = read_events(result.run_dir)
+    return sorted({row["step"] for row in leaders_evaluations(events)})
+
+
 def assert_undisturbed(result: Result, alone: Result) -> None:
     """The same weights, each step once in the metrics, and no process was started again."""
     assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
@@ -80,6 +86,21 @@ def assert_undisturbed(result: Result, alone: Result) -> None:
     assert steps == list(range(STEPS))
     assert not list(result.run_dir.glob(".store*"))
     assert not [name for name in os.listdir("/dev/shm") if "allranks" in name]
+
+
+def assert_steps_heard(result: Result) -> None:
+    """Callbacks of the last group's ranks heard each step once, each in one process.
+
+    A rank that had not ended the step before the group received its result: it has not heard it.
+    """
+    group = groups(result)[-1]
+    every, missed = list(range(STEPS)), set()
+    for rank in group["members"]:
+        rows = list(read_rows(result.run_dir / f"pids-{rank}.jsonl"))
+        missed.add(tuple(sorted({*every} - {row["step"] for row in rows})))
+        assert len(rows) == len({row["step"] for row in rows})
+        assert len({row["pid"] for row in rows}) == 1
+    assert () in missed and missed <= {(), (group["step"] - 1,)}
 
 
 def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: Result) -> None:
@@ -97,10 +118,9 @@ def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: 
     assert group["steps_again"] <= 1  # none if no other rank had begun the step
     assert group["step"] == 5 and group["stood_s"] > 0
     assert result.summary["groups"] == 1 and result.summary["world_size"] == 2
+    assert_steps_heard(result)
     for rank in (0, 2):
         rows = list(read_rows(result.run_dir / f"pids-{rank}.jsonl"))
-        assert [row["step"] for row in rows] == list(range(STEPS))
-        assert len({row["pid"] for row in rows}) == 1
         assert {row["trainers"] for row in rows} == {1}, "one before has memory and sockets still"
 
 
@@ -158,8 +178,16 @@ def test_ranks_are_lost_anywhere(train: Train, alone: Result, name: str, backend
     assert groups(result)[-1]["members"] == members
     saved = {step_of(folder) for folder in committed(result.run_dir / "checkpoints")}
     assert saved >= {9, 12}  # one that was under way may have been given up
-    evaluated = [row["step"] for row in read_events(result.run_dir) if row["event"] == "evaluated"]
-    assert evaluated == [3, 6, 9, 12]
+    assert evaluations(result) == [3, 6, 9, 12]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_a_lost_leader_did_not_write(train: Train, alone: Result) -> None:
+    result = elastic(train, "", f"{FILE}:DiesEvaluated", eval_every="3", log="csv")
+    assert_undisturbed(result, alone)
+    assert evaluations(result) == [3, 6, 9, 12]
+    table = (result.run_dir / "evaluations.csv").read_text().splitlines()[1:]
+    assert [int(line.split(",")[0]) for line in table] == [3, 6, 9, 12]
 
 
 @pytest.mark.slow

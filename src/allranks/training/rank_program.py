@@ -453,7 +453,7 @@ class RankProgram(ABC, Generic[T]):
                 now = self.leave_group(self.trainer, planned=False)
                 before = before if agreed is None else before.after(agreed, now)
         trainer.steps_again = agreed.again_before + agreed.steps_again
-        self.record.follow_group(self.world, group, agreed)
+        self.record.follow_group(trainer, self.world, group, agreed)
         self._digest(trainer)
         if before.unheard is not None and before.step == agreed.position.step:
             for callback in trainer.callbacks[before.callbacks_called :]:

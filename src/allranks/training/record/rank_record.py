@@ -21,6 +21,7 @@ from allranks.training.record.logs import (
     End,
     Keeping,
     Logs,
+    evaluations_before,
     open_logs,
     open_metrics,
     row_of,
@@ -72,8 +73,13 @@ class RankRecord(Callback):
         self._metrics = open_metrics(self.run_dir, step)
         self._logs = open_logs(self.job, step)
 
-    def follow_group(self, world: World, group: Group, agreed: Agreed) -> None:
-        """Another group trains now: whoever leads it writes the files, each step once."""
+    def follow_group(
+        self, trainer: EngineTrainer[Any], world: World, group: Group, agreed: Agreed
+    ) -> None:
+        """Another group trains now: whoever leads it writes the files, each step once.
+
+        A new leader also writes the evaluation that the last one may not have come to write.
+        """
         self._write()
         was, self.world = self.world, world
         self._speaks, self.groups = world.is_leader, group.number
@@ -93,6 +99,9 @@ class RankRecord(Callback):
         step, row = agreed.position.step, agreed.position.row
         if not was.is_leader or self._metrics is None:
             self._open_files(step)
+            metrics = trainer.evaluation_plan.metrics_of(trainer.progress)
+            if metrics is not None and step not in evaluations_before(self.run_dir, step):
+                self._write_evaluation(trainer, metrics)
             rows = read_rows(self.run_dir / METRICS)
             self._last_row = max((int(written["step"]) for written in rows), default=-1)
         if row is not None and self._last_row < row["step"] < step:
@@ -164,9 +173,13 @@ class RankRecord(Callback):
     def on_evaluation(self, trainer: EngineTrainer[Any], metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""
         self._write()
-        step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
+        step = trainer.progress.batch_index
         if trainer.evaluation_plan.reached_at == step and self.resumed_from is None:
             self._reached_s = time.perf_counter() - self._began_at
+        self._write_evaluation(trainer, metrics)
+
+    def _write_evaluation(self, trainer: EngineTrainer[Any], metrics: dict[str, float]) -> None:
+        step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
         if self._speaks:
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self._logs.evaluation(step, metrics)
