@@ -80,10 +80,10 @@ def test_who_joins_and_who_leaves(
 @pytest.mark.parametrize(
     ("words", "members", "says"),
     [
-        ({"ranks": 5}, (0, 1), "elastic 2:4, and 2 ranks train"),
+        ({"ranks": 5}, (0, 1), "scale --ranks 5\nfound: 5 ranks would train, under --elastic 2:4"),
         ({"ranks": 1}, (0, 1), "elastic 2:4"),
-        ({"join": 1}, (0, 1, 2, 3), "join: 5 ranks"),
-        ({"leave": (1,)}, (0, 1), "scale --leave 1: 1 rank\n"),
+        ({"join": 1}, (0, 1, 2, 3), "join\nfound: 5 ranks would train"),
+        ({"leave": (1,)}, (0, 1), "scale --leave 1\nfound: 1 rank would"),
         ({"ranks": 5}, (), "elastic 2:4\n"),
         ({"leave": (0, 2)}, (0, 1, 3), "ranks 0, 1, 3 train"),
     ],
@@ -792,8 +792,10 @@ def test_a_new_rank_of_another_program_is_refused(changing: Change, alone: str) 
     ("job", "last", "words", "says"),
     [
         (None, "", ["--ranks", "3"], "no job.toml in it"),
-        ("", "attempt", ["--ranks", "3"], "a job without --elastic"),
+        ("", "attempt", ["--ranks", "3"], "RUN --elastic 1:8"),
         ("2:4", "done", ["--ranks", "3"], "a run that is over: done"),
+        ("2:4", "done", ["--ranks", "3"], "start another job with --elastic"),
+        ("2:4", "stopped", ["--ranks", "3"], "start another job with --elastic"),
         ("2:4", "attempt", ["--ranks", "5"], "--elastic 2:4"),
         ("2:4", "attempt", ["--ranks", "1"], "--elastic 2:4"),
         ("2:4", "attempt", ["--ranks", "3"], "a launcher that does not answer"),
@@ -817,8 +819,23 @@ def test_bad_requests(
             folder.events.event(last)
     monkeypatch.setattr(runs, "NOTICE_S", 0.0)
     result = CliRunner().invoke(runs.scale, [str(run), *words])
+    says = says.replace("RUN", str(run))
     assert isinstance(result.exception, RequestError) and says in str(result.exception)
     assert not list(run.glob(".scale*"))
+
+
+def test_only_what_can_be_resumed_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is done has no steps left, with a checkpoint or without."""
+    monkeypatch.setattr(runs, "how_to_resume", lambda run: "its last checkpoint is that of step 2")
+    for last, says in (("stopped", "resume it on M ranks"), ("done", "start another job")):
+        run = tmp_path / last
+        with closing(RunFolder(run)) as folder:
+            (run / "job.toml").write_text('program = "digits"\nranks = 2\nelastic = "2:4"\n')
+            folder.events.event(last)
+        result = CliRunner().invoke(runs.scale, [str(run), "--ranks", "3"])
+        assert f"do:    {says}" in str(result.exception)
 
 
 def test_a_request_that_is_gone_is_answered_by_nobody(

@@ -292,6 +292,13 @@ def test_shares_that_cannot_be_are_refused(flags: dict[str, Any], found: str) ->
     assert found in refused.value.found and "--share" in refused.value.asked + found
 
 
+@pytest.mark.parametrize(("share", "right"), [("5,2", "5,2,1"), ("5,2,1,4", "5,2,1")])
+def test_the_numbers_that_were_given_are_in_the_advice(share: str, right: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        resolve("digits", {"share": share, "ranks": 3, "strategy": "ddp"}, ())
+    assert refused.value.do == f"--share {right}, or --share auto"
+
+
 def test_shares_go_by_the_names_of_hosts_and_devices() -> None:
     names = [["big", "cuda", "NVIDIA H200"], ["small", "cuda", "NVIDIA L4"], ["small", "cpu"]]
     assert shares_for("*H200=5,*L4=2,cpu=1", 8, names).counts == (5, 2, 1)

@@ -369,6 +369,7 @@ VALUES = {
     "HOST:PORT": "--rendezvous --rdzv-endpoint",
     "MEMORY": "--mem --mem-per-cpu --mem-per-gpu",
     "METRIC=VALUE": "--until",
+    "MIN:MAX": "--elastic",
     "N": "--max-restarts --node-rank",
     "N,N": "--ranks",
     "N|MIN:MAX": "--nnodes",

@@ -226,8 +226,8 @@ POLL_S = 0.1
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--ranks", type=click.IntRange(1), metavar="M", help="So many (no default).")
-@click.option("--leave", type=click.IntRange(0), multiple=True, help="Without it; may be repeated.")
+@click.option("--ranks", type=click.IntRange(1), metavar="M", help="So many train then.")
+@click.option("--leave", type=click.IntRange(0), multiple=True, help="Rank N leaves; repeatable.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def scale(run: str, ranks: int | None, leave: tuple[int, ...], as_object: bool) -> None:
     """Let --ranks M ranks train the job in RUN from now on, or let some --leave.
@@ -280,11 +280,14 @@ def _check(run: Path, request: ScaleRequest) -> None:
     """Raise `RequestError` for what can be known without the launcher of the run."""
     check_is_run(run, f"{request} {run}")
     if (state := _state(run)) in ENDS and not is_in_use(run):
+        resumes = state != "done" and how_to_resume(run)
         raise RequestError(
             asked=f"{request} {run}",
             found=f"a run that is over: {state}",
             why="ranks join and leave while others train",
-            do=f"resume it on another number of ranks: allranks train --run-dir {run} --ranks M",
+            do=f"resume it on M ranks: allranks train --run-dir {run} --ranks M"
+            if resumes
+            else "start another job with --elastic MIN:MAX",
         )
     elastic = read_job(run).get("elastic", "")
     if not elastic:
@@ -292,7 +295,7 @@ def _check(run: Path, request: ScaleRequest) -> None:
             asked=f"{request} {run}",
             found="a job without --elastic",
             why="its ranks form one group for good, and memory is laid out for them alone",
-            do="stop it (SIGTERM), and resume it: allranks train --run-dir RUN --elastic 1:8",
+            do=f"stop it (Ctrl-C), and resume it: allranks train --run-dir {run} --elastic 1:8",
         )
     if request.ranks:
         request.size_after((), Bounds(*elastic_range(Job(elastic=elastic))))
@@ -324,8 +327,8 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
                 asked=f"{request} {run}",
                 found=state,
                 why="the launcher that started the ranks reads requests ten times a second",
-                do=f"look at the run: allranks show {run}; its launcher may be stopped, or on a "
-                "machine that does not see this folder",
+                do=f"look at the run: allranks show {run}; its launcher may be stopped or killed, "
+                "or on a machine that does not see this folder",
             )
         time.sleep(POLL_S)
 

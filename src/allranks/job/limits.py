@@ -363,7 +363,8 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             not least <= job.ranks <= most,
             f"--ranks {job.ranks}",
             "a job begins with a number of ranks that it may go on with",
-            f"--elastic {min(least, job.ranks)}:{max(most, job.ranks)}",
+            f"--ranks {min(max(least, job.ranks), most)}, or --elastic "
+            f"{min(least, job.ranks)}:{max(most, job.ranks)}",
         ),
         (
             job.engine != TORCH,

@@ -76,17 +76,13 @@ class ScaleRequest:
         size = self.ranks or len(members) + self.join - len(self.leave)
         if not bounds.least <= size <= bounds.most:
             raise RequestError(
-                asked=f"{self}: {size} rank{'s' * (size != 1)}",
-                found=f"--elastic {bounds}{_and_train(len(members))}",
+                asked=str(self),
+                found=f"{size} rank{'s' * (size != 1)} would train, under --elastic {bounds}",
                 why="the job was started for that many ranks, neither fewer nor more",
-                do=f"scale --ranks M with M from {bounds.least} to {bounds.most}, or a new job",
+                do=f"scale --ranks M with M from {bounds.least} to {bounds.most}, or stop the job, "
+                "and resume it with another --elastic",
             )
         return size
-
-
-def _and_train(ranks: int) -> str:
-    """How many ranks train, if it is known."""
-    return f", and {ranks} rank{' trains' if ranks == 1 else 's train'}" if ranks else ""
 
 
 def leavers_of(request: ScaleRequest, members: Collection[int], size: int) -> tuple[int, ...]:

@@ -102,11 +102,12 @@ def check_share(text: str, spec: StrategySpec) -> None:
     weights = _weights(text)
     numbers = [weight for name, weight in weights if not name]
     if numbers and len(numbers) != readers:
+        right = [*text.split(","), *["1"] * readers][:readers]
         raise RequestError(
             asked=request,
             found=f"{len(numbers)} number{'s' * (len(numbers) > 1)} for {readers} ranks",
             why="each rank that reads data has one, in the order of the ranks",
-            do=f"--share {','.join(['2'] + ['1'] * (readers - 1))}, or --share auto",
+            do=f"--share {','.join(right)}, or --share auto",
         )
 
 
