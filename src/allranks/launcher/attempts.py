@@ -455,11 +455,21 @@ class Attempts:
         error = user_error(fault, ended, path)
         if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
             error = error.with_more(skipped_collective(beats))
+        if isinstance(error, ProgramError):
+            error = error.with_more(self._too_few_without(fault.rank))
         begun = self.plan.job.elastic and max(beat.step for beat in beats) > 0
         begun = begun or self._table.group.number > 0 or self._attempt > self.first
         if isinstance(error, RequestError) and begun:
             error = ProgramError(str(error))  # the run folder stays
         return error, rank_to_blame(fault, ended, path)
+
+    def _too_few_without(self, rank: int) -> str:
+        """Why the ranks of an elastic job did not go on without this one, if too few were left."""
+        members, elastic = self._table.group.members, self.plan.job.elastic
+        left = len(set(members) - {rank})
+        if not elastic or rank not in members or left >= elastic_range(self.plan.job)[0]:
+            return ""
+        return f"the others did not go on: {left} would be left, under --elastic {elastic}"
 
     def _on_lost(self, rank: int, exit_: Exit) -> None:
         """Record a process without which the job goes on, and the last lines of its output."""
