@@ -238,3 +238,7 @@ def test_a_trainer_that_cannot_be_made_leaves_all_groups(monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError):
         Trainer(contract_tasks.Images())
     assert left == [True] and not is_swapped(*models)
+
+
+def test_a_message_that_a_lost_rank_broke_off_is_not_waited_for(on_ranks: OnRanks) -> None:
+    on_ranks(2, "leaving_workers:lost_in_a_message", None)

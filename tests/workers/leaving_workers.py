@@ -8,17 +8,25 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import trainer_tasks
+from allranks.errors import PeerLost
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.join import join
-from allranks.torch.comm.subgroups import FORMING, TCP_THIN_LINEAR_TIMEOUTS, _sockets
+from allranks.torch.comm.subgroups import (
+    FORMING,
+    TCP_THIN_LINEAR_TIMEOUTS,
+    _sockets,
+    with_timeout,
+)
 from allranks.torch.trainer import Trainer
 
 
@@ -97,4 +105,24 @@ def late_hand(backend: str) -> int:
         assert state.eq(0).all()
     finally:
         comm.leave()
+    return 0
+
+
+def lost_in_a_message(argument: None) -> int:
+    """Rank 1 ends while rank 0 sends to it: Gloo tells that message nothing, until its timeout."""
+    comm = join(World.from_environment(), CPU, backend="gloo")
+    with_timeout(dist.group.WORLD, timedelta(seconds=20))
+    message = torch.full((32 * 2**20,), 1.0 - comm.rank)
+    work = dist.broadcast(message, 0, async_op=True)
+    while comm.rank == 1:
+        if message[0]:
+            os._exit(0)
+    with suppress(PeerLost):
+        comm.barrier()
+    assert not work.is_completed(), "the message is gone before its receiver"
+    began_at = time.monotonic()
+    comm.leave(failed=True)
+    del comm, work
+    gc.collect()
+    assert time.monotonic() - began_at < 10
     return 0

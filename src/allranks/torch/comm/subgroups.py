@@ -13,6 +13,9 @@ import ctypes
 import hashlib
 import os
 import socket
+import sys
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,8 +32,11 @@ from allranks.errors import FaultKind
 from allranks.launcher.processes.process import is_said
 
 Key = tuple[tuple[int, ...], str | None]
-FORMING = timedelta(seconds=10)
-"""How long a rank of an elastic job waits for the connections of a group, while others may die."""
+FORMING = timedelta(seconds=2)
+"""How long a rank of an elastic job connects to one of a group, while others may die.
+
+Gloo waits five times as long for a rank that is to connect to this one.
+"""
 
 
 def with_timeout(group: Any, timeout: timedelta) -> Any:
@@ -150,6 +156,7 @@ def end(group: Any, *, failed: bool) -> None:
 
 
 UNUSED_TAG = 2**30 + 1
+LOOK_S = 0.1
 
 
 def _close_connections(group: Any) -> None:
@@ -161,12 +168,28 @@ def _close_connections(group: Any) -> None:
     if dist.get_backend(group) == "nccl":
         return
     backend: Any = group._get_backend(torch.device("cpu"))
-    if hasattr(backend, "leaders"):  # a group over shared memory and a network
-        for part in (backend.leaders, backend.gloo):
-            if part is not None:
-                _close_each(part._get_backend(torch.device("cpu")))
-    if type(backend).__name__ == "ProcessGroupGloo":
-        _close_each(backend)
+    is_of_both = hasattr(backend, "leaders")  # a group over shared memory and a network
+    for part in (backend.leaders, backend.gloo) if is_of_both else (group,):
+        gloo = None if part is None else part._get_backend(torch.device("cpu"))
+        if type(gloo).__name__ == "ProcessGroupGloo":
+            _close_each(gloo)
+            _outlive(part)
+
+
+def _outlive(group: Any) -> None:
+    """Drop the last reference to a Gloo group in a thread, for it waits for collectives under way.
+
+    A message that was being written as its connection broke ends with its timeout: the error goes
+    to all that wait for a connection but to those that were half sent or received.
+    """
+    groups = [group]
+
+    def wait() -> None:
+        group, other = groups.pop(), object()
+        while sys.getrefcount(group) > sys.getrefcount(other):
+            time.sleep(LOOK_S)
+
+    threading.Thread(target=wait, name="allranks-left-group", daemon=True).start()
 
 
 def _close_each(backend: Any) -> None:
