@@ -242,3 +242,10 @@ def test_a_trainer_that_cannot_be_made_leaves_all_groups(monkeypatch: pytest.Mon
 
 def test_a_message_that_a_lost_rank_broke_off_is_not_waited_for(on_ranks: OnRanks) -> None:
     on_ranks(2, "leaving_workers:lost_in_a_message", None)
+
+
+def test_a_state_is_not_handed_on_where_others_form_a_group(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    """A rank whose node is cut off neither takes it nor ends."""
+    on_ranks(2, "leaving_workers:hand_to_nobody", str(tmp_path))

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -125,4 +126,24 @@ def lost_in_a_message(argument: None) -> int:
     del comm, work
     gc.collect()
     assert time.monotonic() - began_at < 10
+    return 0
+
+
+def hand_to_nobody(folder: str) -> int:
+    """Rank 0 hands a state to rank 1, which does not come, as other ranks form a group."""
+    began_at, done = time.monotonic(), Path(folder, "done")
+
+    def glance() -> None:
+        if time.monotonic() - began_at > 1:
+            raise PeerLost("others form a group")
+
+    comm = join(World.from_environment(), CPU, backend="gloo", glance=lambda: None)
+    began_at, comm.glance = time.monotonic(), glance
+    if comm.rank == 0:
+        with pytest.raises(PeerLost, match="others form a group"):
+            comm.hand(torch.zeros(32 * 2**20), source=0, to=[1])
+        done.touch()
+    while not done.exists() and time.monotonic() - began_at < 20:
+        time.sleep(0.01)
+    comm.leave(failed=True)
     return 0

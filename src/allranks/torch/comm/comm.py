@@ -8,8 +8,11 @@ raises `PeerLost`: this rank is a victim, and its error never hides the first fa
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -92,7 +95,7 @@ class Pending:
 
     With `store_barrier` a long wait checks there whether all ranks will join. `glance` is called
     often meanwhile, and raises if other ranks train now (`elastic`). `then` is called after the
-    wait to compute the result. `timeout` replaces the default of the group.
+    wait to compute the result. `timeout` replaces the default of the group, for a message.
     """
 
     work: Any = None
@@ -107,10 +110,10 @@ class Pending:
             return
         before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         try:
-            if self.store_barrier is not None or self.glance is not None:
+            if self.timeout is not None:
+                self._wait_in_thread(self.timeout)
+            elif self.store_barrier is not None or self.glance is not None:
                 self._wait_and_look(before)
-            elif self.timeout is not None:
-                self.work.wait(self.timeout)
             else:
                 self.work.wait()
         except RuntimeError as error:
@@ -119,6 +122,22 @@ class Pending:
             self.then()
         if self.heartbeat is not None:
             self.heartbeat.enter(before)
+
+    def _wait_in_thread(self, timeout: timedelta) -> None:
+        """Glance while a thread waits: after a short wait for a message Gloo closes connections."""
+        done: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                done.set_result(self.work.wait(timeout) and None)
+            except RuntimeError as error:
+                done.set_exception(error)
+
+        threading.Thread(target=wait, name="allranks-message", daemon=True).start()
+        while not futures.wait([done], GLANCE.total_seconds()).done:
+            if self.glance is not None:
+                self.glance()
+        done.result()
 
     def _wait_and_look(self, phase: str) -> None:
         looked_at, lasts = time.monotonic(), LASTS if self.glance is None else GLANCE
@@ -388,7 +407,8 @@ class Comm:
         torch sets a new timeout of a group for its collectives alone, and at a timeout Gloo closes
         all connections. Groups of an elastic job have a short one while they form.
         """
-        return Pending(work, self.heartbeat, timeout=None if self.glance is None else TIMEOUT)
+        timeout = None if self.glance is None else TIMEOUT
+        return Pending(work, self.heartbeat, glance=self.glance, timeout=timeout)
 
     def _begun(self, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.heartbeat is not None:
