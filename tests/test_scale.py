@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
 from allranks.cli import runs
 from allranks.cli.display.following import scaled_in_words
@@ -44,6 +47,7 @@ from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.launcher.world import World
 from allranks.tools.report.records import read_run
 from allranks.tools.report.timeline import TRAINING, timeline_of
+from allranks.torch import state_stream
 
 TASKS = Path(__file__).parent / "tasks"
 BOUNDS = Bounds(2, 4)
@@ -376,6 +380,37 @@ def test_the_same_ranks_form_a_group_again_where_a_connection_broke(
     assert launch.table.group.number == MOST_AGAIN + 1
 
 
+def test_ranks_that_broke_before_a_planned_group_come_to_no_step_with_which_it_begins(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.launcher.scaling.LOST_S", 0.0)
+    rank = Heartbeat(launch.table.fd, 0)
+    launch.ask(join=1)
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.from_step == 8
+    rank.report_broken(0)
+    launch.tick()
+    assert launch.table.group == Group(2, -1, (0, 1, 2))
+    launch.tick()
+    assert launch.table.group.number == 2, "they are about to enter it"
+
+
+def test_a_state_that_does_not_come_is_not_waited_for_without_end(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new rank was stopped while it received the state."""
+    monkeypatch.setattr(Scaling, "_takes_long", lambda self, size: True)
+    launch.ask(join=1)
+    launch.write(2, "joins", "ready", "joining", state_bytes=1)
+    launch.tick()
+    assert not launch.answer
+    monkeypatch.setattr("allranks.launcher.scaling.READY_S", -1.0)
+    launch.tick()
+    assert "the state was not sent within" in launch.answer["report"]
+    assert launch.watch.dismissed == [2] and launch.table.group.number == 0
+
+
 def test_a_new_rank_with_another_file_or_too_late_is_ended(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -678,6 +713,34 @@ def test_a_new_rank_that_dies_harms_nobody(
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher takes it that any state takes longer than a step."""
     monkeypatch.setattr(Scaling, "_takes_long", lambda self, size: size > 0)
+
+
+@pytest.mark.parametrize("carries_all", [True, False])
+def test_a_stream_ends_where_the_link_carries_gradients_alone(
+    monkeypatch: pytest.MonkeyPatch, carries_all: bool
+) -> None:
+    """Such a link sends one packet while a step waits, and never comes to send another part."""
+    model, said = nn.Linear(2, 2), list[str]()
+    state = {"model": model.state_dict(), "optimizer": {"state": {}}}
+    step = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=1), before_update=None)
+    strategy: Any = SimpleNamespace(model=model, step=step, state=lambda: state)
+    thread = SimpleNamespace(Thread=lambda **arguments: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(state_stream, "threading", thread)
+    monkeypatch.setattr(state_stream, "LEAST_BYTES", 1)
+    say: Any = lambda event, cause: said.append(cause)  # noqa: E731
+    sending = state_stream.Sending(strategy, World(0, 2), "", Stream(1, 0, (2,)), say)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: sending._packets.task_done())
+    monkeypatch.setattr(state_stream, "time", clock)
+    sending._at, sending._is_connected = 0.0, True
+    for number in range(10 * state_stream.MOST_STEPS):
+        sending._before_update()
+        sending.after_step(number)
+        while carries_all and sending._packets.unfinished_tasks:
+            sending._packets.task_done()
+    if carries_all:
+        assert sending._next == 2 and not said
+    else:
+        assert sending._next < 2 and said == ["the link is slower than the steps"]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.supervisor import RankWatch
 from allranks.strategies.roles import LEADER
 
-READY_S = 600.0  # for a new rank to load the program, the model and the data
+READY_S = 600.0  # for a new rank to load program, model and data, and to have a state sent before
 STEPS_AHEAD = 2  # a rank may begin one more step before it sees the next group
 ORDERS_S = 1.0  # until all nodes have an order that follows from the beats of all
 PACE_S = 0.5
@@ -168,10 +168,13 @@ class Scaling:
     def _look_for_broken_connections(self, running: set[int]) -> None:
         """Let the same ranks form another group if one has lost a connection, and none has ended.
 
-        A rank whose peer has ended sees the broken connection before the launcher sees the exit.
+        A rank whose peer has ended sees the broken connection before the launcher sees the exit. It
+        may still be in the group before one that begins some steps later, and then reaches no step.
         """
         group, beats, now = self.heartbeats.group, self.heartbeats.read(), time.monotonic()
         ranks = [rank for rank in group.members if beats[rank].broken == group.number]
+        if group.from_step >= 0:
+            ranks += [r for r in group.members if group.number > beats[r].broken == beats[r].group]
         if not ranks or not running.issuperset(group.members):
             return
         if self._broken[0] != group.number:
@@ -259,6 +262,7 @@ class Scaling:
 
         A rank that has not entered its group yet, as another was lost, would miss that one.
         """
+        is_late = time.monotonic() - change.began_at > READY_S
         for rank in change.joiners:
             rows = self._events_since(change, rank)
             for row in rows:
@@ -269,7 +273,7 @@ class Scaling:
                     self._give_up(change, f"rank {rank} has {text}")
                     return
             if not any(row["event"] == WAITS for row in rows):
-                if time.monotonic() - change.began_at > READY_S:
+                if is_late:
                     self._give_up(change, f"rank {rank} was not ready after {READY_S:.0f} s")
                 return
         group, beats = self.heartbeats.group, self.heartbeats.read()
@@ -277,6 +281,8 @@ class Scaling:
         if any(beats[rank].group != group.number for rank in members):
             return
         if not self._have_state(change):
+            if is_late:
+                self._give_up(change, f"the state was not sent within {READY_S:.0f} s")
             return
         last = max(beats[rank].step for rank in members)
         change.ready_s = time.monotonic() - change.began_at

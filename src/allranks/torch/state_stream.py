@@ -11,8 +11,8 @@ then on it also sends the gradients of these parameters, and the new rank makes 
 With the last part the new rank has all of the step before, and the launcher forms the group. There
 it receives the rest: buffers, counters, random states. A thread sends while its rank trains. A part
 follows only when all before it is sent, so over a slow link a stream takes more steps. If not even
-the gradients keep up, steps wait for them, and the stream ends if a step would take twice as long.
-If it ends too early, or the digests differ (an
+the gradients keep up, steps wait for them, and the stream ends if a step would take twice as long,
+or if the link has no time for a part in 20 steps. If it ends too early, or the digests differ (an
 update of more than gradients, a callback that writes weights), the new rank receives all of the
 state at the boundary, as it does without a stream.
 """
@@ -45,6 +45,7 @@ from allranks.torch.witness.replicas import digest
 
 PARTS, LEAST_BYTES = 4, 32 * 2**20  # of the state that follow a step: a part, or so much
 MOST_WAITING = 2  # packets, before a step waits for the link: as long as a step at most
+MOST_STEPS = 20  # in a row without a part of the state, as packets wait for the link
 LOOK_S, LONGEST_S = 0.001, 10.0
 CONNECTING, PATIENCE = timedelta(minutes=1), timedelta(minutes=2)  # for the next packet
 TAG = 1
@@ -185,7 +186,7 @@ class Sending:
         self._groups: list[dict[str, Any]] | None = None
         self._packets: Queue[Packet | None] = Queue()
         self._is_connected = self.is_over = False
-        self._at = time.monotonic()
+        self._at, self._steps_without = time.monotonic(), 0
         strategy.step.before_update = self._before_update
         threading.Thread(target=self._send, args=(world, where, order), daemon=True).start()
 
@@ -244,6 +245,11 @@ class Sending:
                 return
             time.sleep(LOOK_S)
         self._at = time.monotonic()
+        is_late = waiting > 0 and self._next < len(self._parameters) and not ends
+        self._steps_without = self._steps_without + 1 if is_late else 0
+        if self._steps_without > MOST_STEPS:
+            self.give_up("the link is slower than the steps")
+            return
         with self._ending_on_error():
             self._packets.put(self._packet(step, ends, waiting))
 
