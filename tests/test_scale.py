@@ -294,6 +294,14 @@ def test_a_state_that_takes_longer_than_a_step_is_sent_before(
     assert launch.table.group.members == (0, 1, 2, 3)
 
 
+def test_on_nodes_a_group_begins_a_second_later_and_not_many_slow_steps(launch: Launch) -> None:
+    launch.scaling.has_nodes = True
+    now = time.monotonic()
+    launch.scaling._pace.extend([(now - 100, 0), (now, 5)])  # rank 1 has begun step 6 since
+    launch.ask(leave=(0,))
+    assert launch.table.group == Group(1, 6 + 2 + 1, (1,))
+
+
 @pytest.mark.parametrize("uptime_s", [1.0, 1e9])
 def test_a_new_rank_may_be_on_a_host_with_another_uptime(launch: Launch, uptime_s: float) -> None:
     """Clocks that count from the start of a host are not compared, nor are older events taken."""

@@ -328,9 +328,12 @@ class Scaling:
         return STEPS_AHEAD + math.ceil(ORDERS_S * max(self._steps_per_s(last)))
 
     def _steps_per_s(self, last: int) -> list[float]:
-        """The mean speed up to the step `last`, begun now, since each look in the last seconds."""
+        """The mean speed up to the step `last`, begun now, since each look in the last seconds.
+
+        One step that has begun since the last look is no speed yet.
+        """
         now = time.monotonic()
-        return [max(last - step, 0) / max(now - at, 0.1) for at, step in self._pace]
+        return [max(last - step, 0) / max(now - at, ORDERS_S) for at, step in self._pace]
 
     def _other_data(self, waits: dict[str, Any]) -> str:
         """How the data of a new rank differ from those that the job began with; "" if they do not.
