@@ -466,10 +466,10 @@ class Attempts:
     def _too_few_without(self, rank: int) -> str:
         """Why the ranks of an elastic job did not go on without this one, if too few were left."""
         members, elastic = self._table.group.members, self.plan.job.elastic
-        left = len(set(members) - {rank})
-        if not elastic or rank not in members or left >= elastic_range(self.plan.job)[0]:
+        others = len(set(members) - {rank})
+        if not elastic or rank not in members or others >= elastic_range(self.plan.job)[0]:
             return ""
-        return f"the others did not go on: {left} would be left, under --elastic {elastic}"
+        return f"the others did not go on: {others} would be left, under --elastic {elastic}"
 
     def _on_lost(self, rank: int, exit_: Exit) -> None:
         """Record a process without which the job goes on, and the last lines of its output."""

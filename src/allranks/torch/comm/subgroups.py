@@ -32,7 +32,7 @@ from allranks.errors import FaultKind
 from allranks.launcher.processes.process import is_said
 
 Key = tuple[tuple[int, ...], str | None]
-FORMING = timedelta(seconds=2)
+FORMING = timedelta(seconds=4)
 """How long a rank of an elastic job connects to one of a group, while others may die.
 
 Gloo waits five times as long for a rank that is to connect to this one.
