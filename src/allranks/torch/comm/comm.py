@@ -129,7 +129,8 @@ class Pending:
 
         def wait() -> None:
             try:
-                done.set_result(self.work.wait(timeout) and None)
+                self.work.wait(timeout)
+                done.set_result(None)
             except RuntimeError as error:
                 done.set_exception(error)
 
