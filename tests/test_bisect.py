@@ -77,12 +77,14 @@ def test_step_tensor_and_operator_are_named(
 def test_what_the_newest_checkpoint_does_not_hold_is_made_again_from_an_older_one(
     server: ForkServer, train: Train
 ) -> None:
-    """A bias of rank 1 alone changes in step 3, and only the norm of step 5 shows it."""
+    """A moment of rank 1 alone changes after step 3: step 4 updates with it, and step 5 shows it.
+
+    The digests of step 3 do not: another rank digests that tensor.
+    """
     job = {**JOB, "ranks": 3, "steps": 9}
     sound = train(PROGRAM, **job).run_dir
-    result = bisect(
-        sound, train(PROGRAM, "fault=generator", "at=3", "rank=1", "of=6", **job).run_dir, server
-    )
+    run = train(PROGRAM, "fault=moment", "at=3", "rank=1", "of=2", **job).run_dir
+    result = bisect(sound, run, server)
     assert result.known == 5 and result.first is not None and not result.notes
     assert (result.step, result.first.ranks) == (3, (1,))
 
