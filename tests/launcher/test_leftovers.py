@@ -33,6 +33,7 @@ from allranks.launcher.processes.process import Process
 from launch_host import until
 
 Start = Callable[..., subprocess.Popen[bytes]]
+MARK = f"{owner()}/0"  # servers count from 1, and those of other tests live on
 OWNER_OF_ITS_OWN = "from allranks.launcher.processes.leftovers import owner; print(owner())"
 
 
@@ -127,8 +128,8 @@ def test_processes_of_a_dead_owner_are_ended_and_no_others(dead: str, start: Sta
 
 
 def test_of_one_server_only_what_it_started_is_ended(start: Start) -> None:
-    own, others = start(f"{owner()}/7"), start(f"{owner()}/77")
-    leftovers.end_processes_of(f"{owner()}/7")
+    own, others = start(MARK), start(f"{MARK}1")
+    leftovers.end_processes_of(MARK)
     assert_only_ended([own], [others])
 
 
@@ -216,13 +217,12 @@ def test_shared_memory_of_an_ended_process_is_removed_by_its_number() -> None:
 
 
 def test_what_a_killed_leftover_kept_in_shared_memory_goes_with_it(start: Start) -> None:
-    mark = f"{owner()}/3"
-    killed, spared = start(mark), start(f"{owner()}/4")
+    killed, spared = start(MARK), start(f"{MARK}1")
     names = [f"/dev/shm/torch_{process.pid}_1_0" for process in (killed, spared)]
     for name in names:
         Path(name).touch()
     try:
-        leftovers.end_processes_of(mark)
+        leftovers.end_processes_of(MARK)
         assert [Path(name).exists() for name in names] == [False, True]
     finally:
         for name in names:
