@@ -110,7 +110,10 @@ def late_hand(backend: str) -> int:
 
 
 def lost_in_a_message(argument: None) -> int:
-    """Rank 1 ends while rank 0 sends to it: Gloo tells that message nothing, until its timeout."""
+    """Rank 1 ends while rank 0 sends to it: Gloo gives that message no error until its timeout.
+
+    On a busy machine all of it may have come before, and then there is nothing to wait for.
+    """
     comm = join(World.from_environment(), CPU, backend="gloo")
     with_timeout(dist.group.WORLD, timedelta(seconds=20))
     message = torch.full((32 * 2**20,), 1.0 - comm.rank)
@@ -120,7 +123,6 @@ def lost_in_a_message(argument: None) -> int:
             os._exit(0)
     with suppress(PeerLost):
         comm.barrier()
-    assert not work.is_completed(), "the message is gone before its receiver"
     began_at = time.monotonic()
     comm.leave(failed=True)
     del comm, work

@@ -124,7 +124,7 @@ class Pending:
             self.heartbeat.enter(before)
 
     def _wait_in_thread(self, timeout: timedelta) -> None:
-        """Glance while a thread waits: after a short wait for a message Gloo closes connections."""
+        """Wait in a thread, and glance meanwhile: a wait that times out closes the connections."""
         done: Future[None] = Future()
 
         def wait() -> None:

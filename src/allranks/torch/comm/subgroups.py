@@ -33,7 +33,7 @@ from allranks.launcher.processes.process import is_said
 
 Key = tuple[tuple[int, ...], str | None]
 FORMING = timedelta(seconds=4)
-"""How long a rank of an elastic job connects to one of a group, while others may die.
+"""How long a rank of an elastic job tries to connect to another one of its group, which may die.
 
 Gloo waits five times as long for a rank that is to connect to this one.
 """
@@ -177,10 +177,10 @@ def _close_connections(group: Any) -> None:
 
 
 def _outlive(group: Any) -> None:
-    """Drop the last reference to a Gloo group in a thread, for it waits for collectives under way.
+    """Drop the last reference to a Gloo group in a thread: its destructor waits for collectives.
 
-    A message that was being written as its connection broke ends with its timeout: the error goes
-    to all that wait for a connection but to those that were half sent or received.
+    When a connection breaks, Gloo gives the error to all messages that wait for it, but not to one
+    that is half sent or half received. That one ends with its timeout.
     """
     groups = [group]
 

@@ -78,7 +78,7 @@ class RankRecord(Callback):
     ) -> None:
         """Another group trains now: whoever leads it writes the files, each step once.
 
-        A new leader also writes the evaluation that the last one may not have come to write.
+        A new leader also writes the last evaluation, if the leader before was lost too early.
         """
         self._write()
         was, self.world = self.world, world
