@@ -124,6 +124,17 @@ def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: 
         assert {row["trainers"] for row in rows} == {1}, "one before has memory and sockets still"
 
 
+def test_what_is_broken_off_is_not_computed_to_its_end(
+    train: Train, alone: Result, tmp_path: Path
+) -> None:
+    """A rank has four passes in each step; it makes one of the step in which the other is lost."""
+    task = {"ranks": 2, "elastic": "1:2", "bitwise": True, "strategy": "ddp", "steps": STEPS}
+    fault, notes = "kill@rank=1,step=5", f"notes={tmp_path}"
+    result = train(f"{FILE}:Interrupted", notes, inject=fault, **task)
+    assert_undisturbed(result, alone)
+    assert (tmp_path / "passes-0").read_text().split() == ["0", *8 * ["1"]]
+
+
 @pytest.mark.slow
 def test_callbacks_that_are_called_again_write_no_row_twice(train: Train, alone: Result) -> None:
     """Rank 1 is lost in a callback, which evaluates after each step."""

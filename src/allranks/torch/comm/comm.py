@@ -203,7 +203,7 @@ class Comm:
     loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of tables with a
     `max_norm`), `control` (everything else). `members` are the ranks of this group in the job, if
     it does not have all of them. `on_device`: their tensors lie on accelerators. `glance` is called
-    in waits for collectives, and raises where other ranks of an elastic job train now.
+    in waits and passes, and raises where other ranks of an elastic job train now.
     """
 
     rank: int = 0

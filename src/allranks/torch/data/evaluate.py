@@ -64,6 +64,8 @@ def evaluate(
         for number, begun in zip(visited, batches, strict=True):
             if comm.heartbeat is not None:
                 comm.heartbeat.enter("evaluate")  # a sign of life for every chunk
+            if comm.glance is not None:
+                comm.glance()
             seed_generators(random_key(strategy.context.scope.seed, EVALUATION, number))
             pairs = _pairs(task, strategy, copying.finish(begun), len(chunks[number]))
             names = names or list(pairs)

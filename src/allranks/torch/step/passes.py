@@ -278,6 +278,7 @@ class Passes:
         self.requests = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
         self.parts, self.comm = parts, parts.comm
+        self.glance = parts.comm.glance  # what is broken off is not computed to its end
         self.user_backward = UserBackwardGuard()
         self.changes = TrainableChanges(model, optimizer)
         self.user_buffers = UserBuffers(model)
@@ -347,6 +348,8 @@ class Passes:
         if self.user_backward.is_on:
             return
         self.used[position] = True
+        if self.glance is not None:
+            self.glance()
         if self.on_gradient is not None:
             self.on_gradient(position)
 
