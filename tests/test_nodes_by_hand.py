@@ -21,7 +21,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.start import run_job
 from conftest import TASKS
-from launch_host import Host, Launch
+from launch_host import Host, Launch, children_of
 
 WAIT_S = 180
 Nodes = Callable[..., Launch]
@@ -189,16 +189,23 @@ def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
 def test_a_lost_node_comes_back_to_an_elastic_job(
     node: Nodes, server: ForkServer, tmp_path: Path
 ) -> None:
-    """With the words of the others; its ranks join, and no step is made again for that."""
+    """With the words of the others; its ranks join, and no step is made again for that.
+
+    Then too few are left, and a restart is on both nodes.
+    """
     run, hurry, program = tmp_path / "run", tmp_path / "hurry", tmp_path / "own.py"
     text = (TASKS / "scale_tasks.py").read_text()
     program.write_text(text)
     words = ("own.py", "--ranks", "4", "--elastic", "2:4", "--bitwise", "--steps", "300")
     words += ("--run-dir", "run", "--first-check", "off", "--set", f"hurry={hurry}")
+    words += ("--max-restarts", "1")
 
     def wait_for(members: list[int]) -> None:
+        wait_for_event("members", members)
+
+    def wait_for_event(field: str, value: object) -> None:
         deadline = time.monotonic() + WAIT_S
-        while not any(row.get("members") == members for row in read_events(run)):
+        while not any(row.get(field) == value for row in read_events(run)):
             assert time.monotonic() < deadline and head.code is None, head.err
             time.sleep(0.1)
 
@@ -217,6 +224,10 @@ def test_a_lost_node_comes_back_to_an_elastic_job(
     back = node(-1, *words)
     wait_for([0, 1, 2, 3])
     assert ended(node(1, *words))[0] == 2, "it is here already"
+    (server_of_head,) = head.ranks
+    for pid in [*back.ranks, children_of(server_of_head)[0]]:
+        os.kill(pid, signal.SIGKILL)
+    wait_for_event("event", "restart")
     hurry.touch()
     (code, out, err), (of_back, *_) = ended(head), ended(back)
     assert (code, of_back) == (0, 0), err
@@ -226,6 +237,8 @@ def test_a_lost_node_comes_back_to_an_elastic_job(
     assert json.loads(out.splitlines()[-1])["weights_sha256"] == one.summary["weights_sha256"]
     groups = [row for row in read_events(run) if row["event"] == "group"]
     assert [row["steps_again"] for row in groups if row["joined"]] == [0]
+    assert not [row for row in read_events(run) if row["event"] == "fewer_ranks"]
+    assert {row["rank"] for row in read_events(run) if row.get("attempt") == 1} >= {0, 1, 2, 3}
 
 
 @pytest.mark.slow(but=1)
