@@ -202,6 +202,18 @@ def test_an_evaluation_that_a_lost_leader_did_not_write(train: Train, alone: Res
 
 
 @pytest.mark.slow
+def test_a_bad_step_that_a_lost_leader_did_not_write(train: Train) -> None:
+    """It is made on a rank that was not the leader, before the step is in the metrics."""
+    faults = "nan@rank=1,step=4 kill@rank=0,at=stepped,step=4"
+    result = elastic(train, faults, on_bad_step="skip")
+    rows = {row["step"]: row for row in read_rows(result.run_dir / "metrics.jsonl")}
+    assert list(rows) == list(range(STEPS))
+    events = [row for row in read_events(result.run_dir) if row["event"] == "bad_step"]
+    assert [(row["step"], row["rank"], row["bad"]) for row in events] == [(4, 1, rows[4]["bad"])]
+    assert events[0]["culprits"] == rows[4]["culprits"] and rows[4]["culprits"][0][0] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["", "gloo"])
 def test_a_rank_that_is_behind_receives_the_state(
     train: Train, alone: Result, backend: str

@@ -272,7 +272,7 @@ def row_of(result: StepResult) -> dict[str, Any]:
     if result.loss_scale is not None:
         row["loss_scale"] = result.loss_scale
     if result.bad:
-        row["bad"] = result.bad
+        row |= {"bad": result.bad, "culprits": result.culprits}
     return row
 
 

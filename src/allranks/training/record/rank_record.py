@@ -207,17 +207,18 @@ class RankRecord(Callback):
         for result in self._unread:
             if self.job.elastic and result.batch_index <= self._last_row:
                 continue  # its callbacks are called again, in another group
-            if result.bad and self._speaks:
-                problem = {"bad": result.bad, "culprits": result.culprits}
-                self.events.event("bad_step", step=result.batch_index, **problem)
-            if self._metrics is not None:
-                self._write_row(row_of(result))
+            self._write_row(row_of(result))
         self._unread.clear()
         if time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._look()
 
     def _write_row(self, row: dict[str, Any]) -> None:
-        assert self._metrics is not None
+        """Write the row of a step, and the event of a bad one, where they are this rank's."""
+        if "bad" in row and self._speaks:
+            problem = {name: row[name] for name in ("bad", "culprits")}
+            self.events.event("bad_step", step=row["step"], **problem)
+        if self._metrics is None:
+            return
         self._metrics.row(row)
         self._logs.row(row)
         self._last_row = int(row["step"])
