@@ -54,7 +54,14 @@ class Run:
     """One training, and what happens to it."""
 
     def __init__(
-        self, host: Host, folder: Path, model: str, backend: str, slow_s: float, place: str = ""
+        self,
+        host: Host,
+        folder: Path,
+        model: str,
+        backend: str,
+        slow_s: float,
+        place: str = "",
+        batch_size: int = 64,
     ) -> None:
         self.host, self.folder, self.run_dir = host, folder, folder / "run"
         self.notes = folder / "notes"
@@ -69,6 +76,7 @@ class Run:
         ]
         words += ["--strategy", "ddp", "--elastic", f"1:{RANKS}", "--run-dir", str(self.run_dir)]
         words += ["--set", f"notes={self.notes}", "--set", f"width={WIDTHS[model]}"]
+        words += ["--set", f"batch_size={batch_size}"]
         words += ["--threads", "1", "--witness", "off", "--hang-timeout", "60"]
         words += ["--backend", backend] if backend else []
         words += ["--inject", f"slow@seconds={slow_s},attempt=-1"] if slow_s else []
@@ -168,7 +176,7 @@ class Run:
 def measured(host: Host, model: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
     """The kills of a model, and joins after each."""
     with tempfile.TemporaryDirectory(prefix="benchmark-standing-") as name:
-        run = Run(host, Path(name), model, BACKENDS[backend], 0.0)
+        run = Run(host, Path(name), model, BACKENDS[backend], 0.0, batch_size=options.batch_size)
         for turn in range(options.kills):
             run.kill(turn)
             run.scale(RANKS)
@@ -219,6 +227,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=20, help="of each model and backend")
     parser.add_argument("--joins", type=int, default=10, help="of long steps, for each backend")
+    parser.add_argument("--batch-size", type=int, default=64, help="larger: longer steps, of kills")
     parser.add_argument("--models", nargs="+", default=["small MLP", "MLP of 20 M weights"])
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
