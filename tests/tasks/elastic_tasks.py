@@ -152,16 +152,23 @@ class KeepHeartbeat(Callback):
 
 
 class Interrupted(Elastic):
-    """Each rank notes its passes of step 5, and waits in the first until another is lost."""
+    """Rank 0 notes its passes of step 5. In the first it waits until rank 1 is lost.
+
+    Rank 1 kills itself once rank 0 is in that pass.
+    """
 
     def callbacks(self) -> list[Callback]:
         return [NotePid(), KeepHeartbeat()]
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
-        until = monotonic() + 60
+        until, passes = monotonic() + 60, Path(self.notes, "passes")
         for beat in BEATS:
             if beat.step == 5 and torch.is_grad_enabled():
-                with Path(self.notes, f"passes-{os.environ['RANK']}").open("a") as file:
+                if os.environ["RANK"] == "1":
+                    while not passes.exists() and monotonic() < until:
+                        sleep(0.001)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with passes.open("a") as file:
                     file.write(f"{beat.group_number}\n")
                 while beat.group_number == 0 and monotonic() < until:
                     sleep(0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import SCALARS, Even
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, keep_rows, rank_events_path, read_rows
+from allranks.training.progress import StepResult
 from allranks.training.record.logs import (
     STEP_COLUMNS,
     CsvLog,
@@ -24,20 +26,26 @@ from allranks.training.record.logs import (
     Logs,
     check_logs,
     open_logs,
+    row_of,
 )
 from conftest import Train
 
 
-def row_of(step: int) -> dict[str, Any]:
-    row = {
-        "step": step,
-        "epoch": step // 10,
-        "loss": float("nan") if step == 7 else 1 / (step + 1),
-        "samples": 32,
-        "learning_rate": 0.1,
-        "monotonic": 100.0 + step,
-    }
-    return {**row, "grad_norm": 2.5, "bad": 'nan, said\n"rank 1"'} if step == 7 else row
+def row_at(step: int) -> dict[str, Any]:
+    """What is written of a step; step 7 is bad."""
+    result = StepResult(
+        batch_index=step,
+        epoch=step // 10,
+        loss=1 / (step + 1),
+        samples=32,
+        weight=32.0,
+        learning_rate=0.1,
+        updated=step != 7,
+    )
+    if step == 7:
+        bad = {"bad": 'nan, said\n"rank 1"', "culprits": ((1, "nan"),)}
+        result = replace(result, loss=float("nan"), grad_norm=2.5, **bad)
+    return {**row_of(result), "monotonic": 100.0 + step}
 
 
 class Run:
@@ -62,8 +70,8 @@ class Run:
                 events.event("group", step=start)
             logs = open_logs(self.job, start)
             for step in range(start, stop):
-                metrics.row(row_of(step))
-                logs.row(row_of(step))
+                metrics.row(row_at(step))
+                logs.row(row_at(step))
                 if (step + 1) % 3 == 0:
                     found = {"loss": float(step), "accuracy": 0.5}
                     events.event("evaluated", step=step + 1, metrics=found, best=False)
@@ -122,7 +130,7 @@ def test_a_failure_leaves_all_steps_in_the_files(tmp_path: Path) -> None:
     good = CsvLog(tmp_path, 0)
     (tmp_path / "other").mkdir()
     logs = Logs([Broken(tmp_path / "other", 0), good])
-    logs.row(row_of(0))
+    logs.row(row_at(0))
     assert (tmp_path / "metrics.csv").read_text().count("\n") == 1, "it is kept for a moment"
     logs.fail()
     assert (tmp_path / "metrics.csv").read_text().count("\n") == 2
@@ -137,7 +145,7 @@ def test_a_csv_has_the_columns_of_the_metrics(tmp_path: Path) -> None:
     for row, metric in zip(rows, read_rows(tmp_path / "metrics.jsonl"), strict=True):
         as_counted = {**metric, "step": metric["step"] + 1, "epoch": metric["epoch"] + 1}
         assert row == {name: str(as_counted.get(name, "")) for name in STEP_COLUMNS}
-    assert rows[7]["bad"] == row_of(7)["bad"] and rows[7]["loss"] == "nan"
+    assert rows[7]["bad"] == row_at(7)["bad"] and rows[7]["loss"] == "nan"
     assert evaluations[1] == {"step": "3", "metric": "accuracy", "value": "0.5"}
 
 

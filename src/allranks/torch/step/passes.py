@@ -278,7 +278,6 @@ class Passes:
         self.requests = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
         self.parts, self.comm = parts, parts.comm
-        self.glance = parts.comm.glance  # what is broken off is not computed to its end
         self.user_backward = UserBackwardGuard()
         self.changes = TrainableChanges(model, optimizer)
         self.user_buffers = UserBuffers(model)
@@ -348,8 +347,8 @@ class Passes:
         if self.user_backward.is_on:
             return
         self.used[position] = True
-        if self.glance is not None:
-            self.glance()
+        if self.comm.glance is not None:
+            self.comm.glance()  # what is broken off is not computed to its end
         if self.on_gradient is not None:
             self.on_gradient(position)
 

@@ -143,9 +143,11 @@ def open_logs(job: Job, step: int) -> Logs:
 def counted(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the metrics as people count: `step` steps are done with it, the first epoch is 1.
 
-    In `metrics.jsonl` both are indices from 0, as in `batch.index`.
+    In `metrics.jsonl` both are indices from 0, as in `batch.index`. It alone has the `culprits` of
+    a bad step, which are no number and fit in no column.
     """
-    return {**row, "step": int(row["step"]) + 1, "epoch": int(row["epoch"]) + 1}
+    counts = {"step": int(row["step"]) + 1, "epoch": int(row["epoch"]) + 1}
+    return {name: value for name, value in {**row, **counts}.items() if name != "culprits"}
 
 
 def evaluations_before(run_dir: Path, step: int) -> dict[int, Mapping[str, float]]:

@@ -215,8 +215,7 @@ class RankRecord(Callback):
     def _write_row(self, row: dict[str, Any]) -> None:
         """Write the row of a step, and the event of a bad one, where they are this rank's."""
         if "bad" in row and self._speaks:
-            problem = {name: row[name] for name in ("bad", "culprits")}
-            self.events.event("bad_step", step=row["step"], **problem)
+            self.events.event("bad_step", **{n: row[n] for n in ("step", "bad", "culprits")})
         if self._metrics is None:
             return
         self._metrics.row(row)
