@@ -57,7 +57,7 @@ def test_a_host_leaves_when_its_agent_gets_a_signal(
     """The head runs on none of the hosts."""
     (hosts.work / "slow.py").write_text((TASKS / "scale_tasks.py").read_text())
     hurry, metrics = hosts.work / "hurry", hosts.work / "run" / "metrics.jsonl"
-    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "800")
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "400")
     words += ("--elastic", "1:4", "--first-check", "off", "--set", f"hurry={hurry}")
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(ask, hosts, "train", "slow.py", *words, "--run-dir", "run", "--json")
@@ -70,7 +70,7 @@ def test_a_host_leaves_when_its_agent_gets_a_signal(
         code, out, err = job.result()
     assert code == 0, err
     assert "1 rank trains from step" in err and "1, 2, 3 left (their node got SIGTERM)" in err
-    flags = {"bitwise": True, "steps": 800, "run_dir": str(tmp_path / "one")}
+    flags = {"bitwise": True, "steps": 400, "run_dir": str(tmp_path / "one")}
     one = run_job(resolve(str(hosts.work / "slow.py"), flags), server)
     assert json.loads(out.splitlines()[-1])["weights_sha256"] == one.summary["weights_sha256"]
 
@@ -81,7 +81,7 @@ def test_a_host_whose_agent_dies_is_tried_again(
     """Its ranks join again; all the while the others train."""
     (hosts.work / "slow.py").write_text((TASKS / "scale_tasks.py").read_text())
     hurry, run = hosts.work / "hurry", hosts.work / "run"
-    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "900")
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "400")
     words += ("--elastic", "1:4", "--first-check", "off", "--set", f"hurry={hurry}")
 
     def steps() -> int:
@@ -101,7 +101,7 @@ def test_a_host_whose_agent_dies_is_tried_again(
         code, out, err = job.result()
     assert code == 0, err
     assert members() == [[0], [0, 1, 2, 3]] and "has come back, with seats for 3 ranks" in err
-    flags = {"bitwise": True, "steps": 900, "run_dir": str(tmp_path / "one")}
+    flags = {"bitwise": True, "steps": 400, "run_dir": str(tmp_path / "one")}
     one = run_job(resolve(str(hosts.work / "slow.py"), flags), server)
     assert json.loads(out.splitlines()[-1])["weights_sha256"] == one.summary["weights_sha256"]
 

@@ -1,6 +1,7 @@
 """A task with BatchNorm and dropout whose steps take a while, until a file says that they need not.
 
-A change of the ranks then comes in the middle of the training, on a fast and on a slow machine.
+A change of the ranks then comes in the middle of the training, on a fast and on a slow machine:
+the longer a process waits for that file, the longer its passes take.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from allranks.launcher.world import World
 from allranks.torch import Task, state_stream
 from allranks.torch.data.batch import Batch
 
-PASS_S = 0.005
+PASS_S, LATER_S, LATER = 0.005, 0.05, 2.0  # in the first two seconds, and after
 
 
 class Counts(torch.optim.AdamW):
@@ -74,9 +75,12 @@ class Unhurried(Task):
     """What goes wrong in a rank that joins, once it has taken up its state (`_go_wrong`)."""
     odd: int = 2
     """The number of that rank."""
+    _began_at: float = field(init=False, default=0)
 
     def model(self) -> nn.Module:
+        self._began_at = time.monotonic()
         state_stream.LEAST_BYTES = 1  # a part is one tensor
+        state_stream.MOST_WAITING = state_stream.MOST_STEPS = 1000  # however slow this machine is
         world, fault = World.from_environment(), self.fault
         if (fault, world.number, world.group) in (("sends", 0, 0), ("receives", self.odd, -1)):
             dies_in_a_stream(fault)
@@ -120,5 +124,5 @@ class Unhurried(Task):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         if self.hurry and not os.path.exists(self.hurry):
-            time.sleep(PASS_S)
+            time.sleep(PASS_S if time.monotonic() < self._began_at + LATER else LATER_S)
         return functional.cross_entropy(output, batch[1], reduction="none")
