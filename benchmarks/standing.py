@@ -62,6 +62,7 @@ class Run:
         slow_s: float,
         place: str = "",
         batch_size: int = 64,
+        more_gb: int = 0,
     ) -> None:
         self.host, self.folder, self.run_dir = host, folder, folder / "run"
         self.notes = folder / "notes"
@@ -76,7 +77,7 @@ class Run:
         ]
         words += ["--strategy", "ddp", "--elastic", f"1:{RANKS}", "--run-dir", str(self.run_dir)]
         words += ["--set", f"notes={self.notes}", "--set", f"width={WIDTHS[model]}"]
-        words += ["--set", f"batch_size={batch_size}"]
+        words += ["--set", f"batch_size={batch_size}", "--set", f"more_gb={more_gb}"]
         words += ["--threads", "1", "--witness", "off", "--hang-timeout", "60"]
         words += ["--backend", backend] if backend else []
         words += ["--inject", f"slow@seconds={slow_s},attempt=-1"] if slow_s else []
@@ -137,6 +138,7 @@ class Run:
             ]
 
         self.wait(lambda: len(ends()) == len(alive) - 1, "the step of the others")
+        self.wait(lambda: not Path(f"/proc/{victim}").exists(), "the end of its process")
         self.rows.append({"what": "kill", "next_s": max(ends()) - at})
 
     def scale(self, ranks: int) -> None:
@@ -176,7 +178,8 @@ class Run:
 def measured(host: Host, model: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
     """The kills of a model, and joins after each."""
     with tempfile.TemporaryDirectory(prefix="benchmark-standing-") as name:
-        run = Run(host, Path(name), model, BACKENDS[backend], 0.0, batch_size=options.batch_size)
+        more = {"batch_size": options.batch_size, "more_gb": options.more_gb}
+        run = Run(host, Path(name), model, BACKENDS[backend], 0.0, **more)
         for turn in range(options.kills):
             run.kill(turn)
             run.scale(RANKS)
@@ -228,6 +231,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="of each model and backend")
     parser.add_argument("--joins", type=int, default=10, help="of long steps, for each backend")
     parser.add_argument("--batch-size", type=int, default=64, help="larger: longer steps, of kills")
+    parser.add_argument("--more-gb", type=int, default=0, help="that each rank holds, of kills")
     parser.add_argument("--models", nargs="+", default=["small MLP", "MLP of 20 M weights"])
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")

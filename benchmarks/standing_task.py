@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from allranks.torch import Task
 from allranks.training.callback import Callback
 
+MORE: list[Tensor] = []
+
 
 class NoteSteps(Callback):
     """Appends a row for each step: when it ended, and what this process has open by then."""
@@ -33,14 +35,19 @@ class NoteSteps(Callback):
 
 @dataclass(kw_only=True)
 class Standing(Task):
-    """Five layers, the three in the middle of `width` times `width`; `notes` is a folder."""
+    """Five layers, the three in the middle of `width` times `width`; `notes` is a folder.
+
+    Each rank holds `more_gb` beside the model.
+    """
 
     notes: str = ""
     width: int = 64
+    more_gb: int = 0
     batch_size: int = 64
     epochs: int = 1_000_000
 
     def model(self) -> nn.Module:
+        MORE.append(torch.ones(self.more_gb * 2**30, dtype=torch.uint8))
         widths = [32, *4 * [self.width]]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,7 +27,7 @@ from allranks.job.scaling import ANSWERS, ScaleRequest, post
 from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable, Stream
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.nodes.join import Ticket
-from allranks.launcher.nodes.nodes import Node, Nodes
+from allranks.launcher.nodes.nodes import Node, NodeRanks, Nodes
 from allranks.launcher.places import Rendezvous
 from allranks.launcher.places.simulated import SimulatedNodes
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -230,6 +230,30 @@ def test_a_signal_to_the_node_of_the_head_is_one_to_the_job(
         nodes.drained()
         nodes.drained()
     assert [row["code"] for row in messages] == [0] * (0 if stops else len(asked))
+
+
+def test_the_head_hears_of_a_rank_that_dies_before_its_exit() -> None:
+    """Once, by the ticket of the head, after the last beats."""
+    messages, (before, dying) = list[dict[str, Any]](), ({7: 3}, set[int]())
+    channel: Any = SimpleNamespace(send=messages.append)
+    ranks, facts = NodeRanks(channel), cast("Any", SimpleNamespace(host="n1"))
+    ranks.server = cast(
+        "Any",
+        SimpleNamespace(
+            dying=lambda: set(dying), exits=lambda timeout_s: [], started=lambda ticket: True
+        ),
+    )
+    ranks._tickets.update(before)
+    ranks.report()
+    dying.add(3)
+    ranks.report()
+    ranks.report()
+    assert [next(iter(message)) for message in messages] == ["beats", "beats", "dying"]
+    node = Node(0, channel, facts, (), (0, ""), (), 0.0, tickets={7: 1})
+    nodes = Nodes([node], 20.0)
+    for message in messages:
+        nodes._handle(node, message)
+    assert nodes.dying() == {7}
 
 
 @pytest.mark.slow

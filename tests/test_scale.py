@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -177,6 +178,7 @@ class FakeWatch:
     ends: str = ""
     asked_to_stop: str = ""
     dismissed: list[int] = field(default_factory=list)
+    dying: Callable[[], set[int]] = set
 
     def start(self, process: Process) -> None:
         self.alive[process.rank] = process.rank
@@ -482,6 +484,47 @@ def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
     assert launch.answer["event"] == "scaled" and launch.answer["left"] == [1]
 
 
+def test_a_rank_that_dies_is_left_out_before_its_exit_is_told(launch: Launch) -> None:
+    """One group forms for it, and none if too few ranks would be left."""
+    launch.watch.dying = lambda: {1}
+    launch.scaling.bounds = Bounds(2, 4)
+    launch.tick()
+    assert launch.table.group.number == 0
+    launch.scaling.bounds = Bounds(1, 4)
+    launch.tick()
+    launch.tick()
+    assert (launch.table.group.number, launch.table.group.members) == (1, (0,))
+    launch.ask(ranks=2)
+    assert launch.answer["request"]["found"].startswith("rank 1 is lost, and its process has not")
+    assert launch.scaling.may_lose(1, {0})
+    launch.scaling.lost(1, Exit(1, -9, 0.0))
+    launch.watch.alive.pop(1)
+    launch.tick()
+    assert launch.table.group.number == 1 and not launch.scaling._dying
+
+
+def test_a_new_rank_that_dies_in_its_first_group_is_lost_alone(launch: Launch) -> None:
+    launch.ask(ranks=4)
+    for rank in (2, 3):
+        launch.write(rank, "joins", "ready", "joining")
+    launch.tick()
+    launch.watch.dying = lambda: {3}
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2)
+    for rank in range(3):
+        heartbeat = Heartbeat(launch.table.fd, rank)
+        heartbeat.enter_group(2)
+        heartbeat.at_step(8)
+    launch.tick()
+    assert launch.answer["joined"] == [2] and "rank 3 ended before" in launch.answer["lost"][0]
+    launch.tick()
+    assert not launch.watch.dismissed, "the job says how it ended"
+    launch.scaling.lost(3, Exit(3, -9, 0.0))
+    launch.watch.alive.pop(3)
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2) and launch.table.group.number == 2
+
+
 def test_the_ranks_of_a_node_that_gets_a_signal_leave_together(launch: Launch) -> None:
     """A change under way is given up for it; if too few ranks are left, the job stops."""
     launch.ask(join=1)
@@ -715,6 +758,29 @@ def test_a_new_rank_that_dies_harms_nobody(
         assert " on, not 4, as rank 3 ended before it had joined: see " in err
         assert err.endswith(": rank 2 joined\n")
     assert [row["rank"] for row in job.events("worker_lost")] == [3]
+
+
+@pytest.mark.slow
+def test_the_others_train_while_a_rank_dies(
+    changing: Change, alone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write its core for minutes; here it is stopped, and ends when the others train."""
+    job, ticket = changing(), list[int]()
+    monkeypatch.setattr(job.server, "dying", lambda: set(ticket))
+
+    def tick() -> None:
+        pids = job.server._pids
+        if not ticket and len(list(read_rows(job.run_dir / "metrics.jsonl"))) > 3:
+            ticket.append(max(pids))
+            os.kill(pids[ticket[0]], signal.SIGSTOP)
+        elif job.events("group") and not job.events("worker_lost"):
+            (job.folder / "hurry").touch()
+            os.kill(pids[ticket[0]], signal.SIGKILL)
+
+    monkeypatch.setattr(job, "_tick", tick)
+    check_undisturbed(job, job.run(), alone)
+    assert [row["members"] for row in job.events("group")] == [[0]]
+    assert [(row["rank"], row["exit"]) for row in job.events("worker_lost")] == [(1, -9)]
 
 
 @pytest.fixture

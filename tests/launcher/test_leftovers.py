@@ -28,7 +28,7 @@ from allranks.launcher.processes.leftovers import (
     scratch_folder,
     sweep,
 )
-from allranks.launcher.processes.linux import started_at, state_of
+from allranks.launcher.processes.linux import is_dying, started_at, state_of
 from allranks.launcher.processes.process import Process
 from launch_host import until
 
@@ -298,3 +298,18 @@ def test_what_torch_makes_as_it_is_imported_is_removed(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "import allranks.torch.preload"]
     subprocess.run(words, env=variables, check=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", ["exits 3", "exits 0", "is killed", "runs", "is stopped"])
+def test_who_ends_with_a_bad_code_is_known_before_it_is_reaped(end: str) -> None:
+    code = {"exits 3": "raise SystemExit(3)", "exits 0": ""}.get(end, "import time; time.sleep(99)")
+    process = subprocess.Popen([sys.executable, "-S", "-c", code])
+    try:
+        if end in ("is killed", "is stopped"):
+            process.send_signal(signal.SIGKILL if end == "is killed" else signal.SIGSTOP)
+        state = {"runs": "S", "is stopped": "T"}.get(end, "Z")
+        until(lambda: state_of(process.pid) == state, state)
+        assert is_dying(process.pid) == (end in ("exits 3", "is killed"))
+    finally:
+        process.kill()
+        process.wait()

@@ -92,6 +92,8 @@ class Scaling:
     """When the ranks were at which step, in the last ten seconds."""
     is_short: bool = field(init=False, default=False)
     """Whether the ranks cannot end their step in this group: a rank or a connection is lost."""
+    _dying: set[int] = field(init=False, default_factory=set)
+    """Ranks that the others do not wait for, though their exit is not told yet."""
     _broken: tuple[int, float] = field(init=False, default=(-1, 0.0))
     """The last group in which a connection broke, and when that was seen."""
     _again: tuple[int, int] = field(init=False, default=(-1, 0))
@@ -114,12 +116,13 @@ class Scaling:
 
     def lost(self, rank: int, exit_: Exit) -> None:
         """The job goes on without this process; `steer` lets the others form a group."""
-        members = self.heartbeats.group.members
-        if rank in self.joining and rank not in members:
+        if rank in self._dying:
+            self._dying.remove(rank)
+        elif rank in self.joining and rank not in self.heartbeats.group.members:
             if self.change is not None:
                 self._give_up(self.change, self._why_lost(self.change, rank))
-            return
-        self.is_short = True
+        else:
+            self.is_short = True
 
     def _why_lost(self, change: Change, rank: int) -> str:
         cause = self._cause(change, rank)
@@ -138,10 +141,12 @@ class Scaling:
         """Carry on with the change that was asked for, or look for a request."""
         running = set(watch.alive.values())
         if not watch.ends:
+            self._look_for_the_dying(watch, running)
             self._look_for_broken_connections(running)
         if self.is_short:
             self.is_short = False
-            self.heartbeats.form_group(running & set(self.heartbeats.group.members))
+            members = set(self.heartbeats.group.members)
+            self.heartbeats.form_group(running & members - self._dying)
         beats = self.heartbeats.read()
         self.joining = frozenset(r for r in self.joining & running if beats[r].step < 0)
         if not self._pace or time.monotonic() - self._pace[-1][0] > PACE_S:
@@ -152,7 +157,7 @@ class Scaling:
             self._consider(request, watch)
         if not watch.ends:
             self._drain(*self.drained(), watch)
-            if not self._is_busy(watch):
+            if not self._is_busy(watch) and not self._dying:
                 self._welcome(watch)
         if (change := self.change) is not None:
             if change.group is not None:
@@ -161,9 +166,18 @@ class Scaling:
                 self._form_if_ready(change)
             if over or (watch.ends and change.group is None):
                 self.close(watch.ends)
-        unwanted = self.joining if over else self.joining - members if not self.change else ()
+        outside = self.joining - members - self._dying
+        unwanted = self.joining if over else outside if not self.change else ()
         if unwanted:
             watch.dismiss(unwanted)
+
+    def _look_for_the_dying(self, watch: RankWatch, running: set[int]) -> None:
+        """Let the others go on without a member that dies: its exit may come much later."""
+        members = set(self.heartbeats.group.members)
+        for rank in watch.dying() & members - self._dying:
+            if self.may_lose(rank, running - self._dying - {rank}):
+                self._dying.add(rank)
+                self.is_short = True
 
     def _look_for_broken_connections(self, running: set[int]) -> None:
         """Let the same ranks form another group if one has lost a connection, and none has ended.
@@ -217,8 +231,8 @@ class Scaling:
 
     def _is_busy(self, watch: RankWatch) -> bool:
         """Whether a change is not done yet: ranks join or leave."""
-        running = set(watch.alive.values())
-        return self.change is not None or bool(running - set(self.heartbeats.group.members))
+        others = set(watch.alive.values()) - self._dying - set(self.heartbeats.group.members)
+        return self.change is not None or bool(others)
 
     def close(self, ends: str = "") -> None:
         """Answer a request that the ranks did not live to fulfil; `ends` is why, if not done."""
@@ -241,6 +255,10 @@ class Scaling:
             raise _refused(request, "a job that ends" if watch.ends else busy, why, "ask later")
         size = request.size_after(members, self.bounds)
         leavers, joiners = leavers_of(request, members, size), joiners_of(members, running, size)
+        if joiners and self._dying:
+            dies = f"rank {min(self._dying)} is lost, and its process has not ended yet"
+            why = "the kernel frees its memory first, and may write its core before"
+            raise _refused(request, dies, why, "ask again when the job has said how it ended")
         if joiners and (name := self.edited()):
             raise _refused(
                 request,

@@ -262,6 +262,11 @@ class RankWatch(Watch):
         self.dismissed |= frozenset(ranks)
         self._signal(signal.SIGKILL, ranks)
 
+    def dying(self) -> set[int]:
+        """The ranks that will be told as failed, once the kernel has freed all that they had."""
+        ranks = {self.alive[ticket] for ticket in self.server.dying() & self.alive.keys()}
+        return {rank for rank in ranks if not self.policy.ended_well(rank)}
+
     @property
     def ends(self) -> str:
         """Why the processes leave, or are being stopped; "" while they go on."""

@@ -62,6 +62,7 @@ class Node:
     drained_at: float = 0.0
     tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank
     started: set[int] = field(default_factory=set)
+    dying: set[int] = field(default_factory=set)
     answers: list[Any] = field(default_factory=list)
 
     @property
@@ -188,6 +189,9 @@ class Nodes(Processes):
     def started(self, ticket: int) -> bool:
         return any(ticket in node.started for node in self.living)
 
+    def dying(self) -> set[int]:
+        return set().union(*(node.dying for node in self.living))
+
     def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         states: dict[int, ProcessState] = {}
         for node in self.living:
@@ -308,6 +312,8 @@ class Nodes(Processes):
             node.answers.append(message["answer"])
         elif "exited" in message:
             self._record_exit(node, message["exited"])
+        elif "dying" in message:
+            node.dying = set(message["dying"])
         elif "beats" in message:
             node.started = set(message["started"])
             for rank, row in message["beats"]:
@@ -419,6 +425,7 @@ class NodeRanks:
         self._worlds: dict[int, World] = {}  # ticket -> World of its rank
         self._beats: dict[int, list[float]] = {}
         self._beats_at = 0.0
+        self._dying: set[int] = set()  # tickets of the fork server
         self._kills = Kills.now()
 
     def spawn(self, message: Message, listener: int) -> None:
@@ -471,6 +478,12 @@ class NodeRanks:
         if self.server is None:
             return
         self._report_beats(self.server)
+        dying = self.server.dying()
+        if dying != self._dying:
+            self._dying = dying
+            self._report_beats(self.server, at_once=True)  # its last step, before its end
+            tickets = [heads for heads, local in self._tickets.items() if local in dying]
+            self.channel.send({"dying": tickets})
         try:
             ended = self.server.exits(0.0)
         except PlaceError as error:

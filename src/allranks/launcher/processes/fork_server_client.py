@@ -19,7 +19,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server import MESSAGE_LIMIT, STACKS_SIGNAL
-from allranks.launcher.processes.linux import state_of
+from allranks.launcher.processes.linux import is_dying, state_of
 from allranks.launcher.processes.process import Exit, Process, Processes, ProcessState
 
 # --- stacks --------------------------------------------------------------------------------------
@@ -155,6 +155,9 @@ class ForkServer(Processes):
     def started(self, ticket: int) -> bool:
         """Whether the server has reported the start of a process, and not its end."""
         return ticket in self._pids
+
+    def dying(self) -> set[int]:
+        return {ticket for ticket, pid in self._pids.items() if is_dying(pid)}
 
     def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         """Where these processes stand, rank by rank; those that beat write their stacks."""

@@ -13,6 +13,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+FLAGS, EXIT_CODE = 6, 49  # of /proc/PID/stat, after the name
+ENDS = 0x4 | 0x200 | 0x400  # flags: it exits, writes its core, was killed by a signal
 
 
 def _checked(outcome: int, call: str) -> None:
@@ -59,6 +61,18 @@ def children_of_this_process() -> list[int]:
 def state_of(pid: int) -> str:
     """The kernel's letter for the state of a process: R, S, D, T (stopped), Z; "" if it is gone."""
     return "".join(_stat(pid)[:1])
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process ends with a bad code, though its exit cannot be seen yet.
+
+    The kernel first writes its core, if it is to, and frees its memory: seconds for each gigabyte,
+    or a tenth of one. Until then its connections are open, and nobody hears of its end.
+    """
+    fields = _stat(pid)
+    if len(fields) <= EXIT_CODE:
+        return False
+    return int(fields[EXIT_CODE]) > 0 and int(fields[FLAGS]) & ENDS != 0
 
 
 def keep_freed_memory() -> None:

@@ -89,6 +89,10 @@ class Processes(ABC):
     def started(self, ticket: int) -> bool:
         """Whether the process is known to have started, and not to have ended."""
 
+    def dying(self) -> set[int]:
+        """The tickets of processes that end with a bad code, before their exit is told."""
+        return set()
+
     @abstractmethod
     def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         """Where the processes of these tickets stand (rank -> ticket); takes a second or so."""
