@@ -178,7 +178,10 @@ class FakeWatch:
     ends: str = ""
     asked_to_stop: str = ""
     dismissed: list[int] = field(default_factory=list)
-    dying: Callable[[], set[int]] = set
+    dies: frozenset[int] = frozenset()
+
+    def dying(self, ranks: Iterable[int]) -> set[int]:
+        return {*self.dies} & {*ranks}
 
     def start(self, process: Process) -> None:
         self.alive[process.rank] = process.rank
@@ -485,12 +488,8 @@ def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
 
 
 def test_a_rank_that_dies_is_left_out_before_its_exit_is_told(launch: Launch) -> None:
-    """One group forms for it, and none if too few ranks would be left."""
-    launch.watch.dying = lambda: {1}
-    launch.scaling.bounds = Bounds(2, 4)
-    launch.tick()
-    assert launch.table.group.number == 0
-    launch.scaling.bounds = Bounds(1, 4)
+    """One group forms for it."""
+    launch.watch.dies = frozenset({1})
     launch.tick()
     launch.tick()
     assert (launch.table.group.number, launch.table.group.members) == (1, (0,))
@@ -508,7 +507,7 @@ def test_a_new_rank_that_dies_in_its_first_group_is_lost_alone(launch: Launch) -
     for rank in (2, 3):
         launch.write(rank, "joins", "ready", "joining")
     launch.tick()
-    launch.watch.dying = lambda: {3}
+    launch.watch.dies = frozenset({3})
     launch.tick()
     assert launch.table.group.members == (0, 1, 2)
     for rank in range(3):

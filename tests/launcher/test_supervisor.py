@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -426,3 +428,19 @@ def test_a_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         assert all(is_alive(pid) for pid in pids)
         process.kill()
     assert_gone(*pids)
+
+
+def test_the_others_go_on_without_a_rank_that_dies_if_the_job_can_lose_it() -> None:
+    """Of those that die one has ended well, and the error of another would come again."""
+    remaining = set[frozenset[int]]()
+
+    def may_lose(rank: int, ranks: Collection[int]) -> bool:
+        remaining.add(frozenset(ranks))
+        return rank != 3
+
+    server: Any = SimpleNamespace(dying=lambda: {10, 12, 13, 14, 99})
+    policy = WatchPolicy(ended_well=lambda rank: rank == 2, may_lose=may_lose)
+    watch = RankWatch(server, policy)
+    watch.alive = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4}
+    assert watch.dying({0, 1, 2, 3}) == {0}
+    assert remaining == {frozenset({1})} and not watch.dying({1})

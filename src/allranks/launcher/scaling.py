@@ -141,7 +141,7 @@ class Scaling:
         """Carry on with the change that was asked for, or look for a request."""
         running = set(watch.alive.values())
         if not watch.ends:
-            self._look_for_the_dying(watch, running)
+            self._look_for_the_dying(watch)
             self._look_for_broken_connections(running)
         if self.is_short:
             self.is_short = False
@@ -171,13 +171,12 @@ class Scaling:
         if unwanted:
             watch.dismiss(unwanted)
 
-    def _look_for_the_dying(self, watch: RankWatch, running: set[int]) -> None:
-        """Let the others go on without a member that dies: its exit may come much later."""
-        members = set(self.heartbeats.group.members)
-        for rank in watch.dying() & members - self._dying:
-            if self.may_lose(rank, running - self._dying - {rank}):
-                self._dying.add(rank)
-                self.is_short = True
+    def _look_for_the_dying(self, watch: RankWatch) -> None:
+        """Let the others go on without members that die: their exits may come much later."""
+        self._dying.intersection_update(watch.alive.values())
+        dying = watch.dying(set(self.heartbeats.group.members) - self._dying)
+        self._dying |= dying
+        self.is_short |= bool(dying)
 
     def _look_for_broken_connections(self, running: set[int]) -> None:
         """Let the same ranks form another group if one has lost a connection, and none has ended.

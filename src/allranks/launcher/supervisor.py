@@ -262,10 +262,15 @@ class RankWatch(Watch):
         self.dismissed |= frozenset(ranks)
         self._signal(signal.SIGKILL, ranks)
 
-    def dying(self) -> set[int]:
-        """The ranks that will be told as failed, once the kernel has freed all that they had."""
-        ranks = {self.alive[ticket] for ticket in self.server.dying() & self.alive.keys()}
-        return {rank for rank in ranks if not self.policy.ended_well(rank)}
+    def dying(self, ranks: Collection[int]) -> set[int]:
+        """Those of `ranks` that die, and without which the others go on.
+
+        Their exit is told once the kernel has freed all that they had.
+        """
+        dying = {self.alive[ticket] for ticket in self.server.dying() & self.alive.keys()}
+        remaining, policy = frozenset(self.alive.values()) - dying, self.policy
+        failed = {rank for rank in dying.intersection(ranks) if not policy.ended_well(rank)}
+        return {rank for rank in failed if policy.may_lose(rank, remaining)}
 
     @property
     def ends(self) -> str:

