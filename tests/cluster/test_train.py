@@ -186,6 +186,7 @@ def test_ranks_are_lost_join_and_leave_with_their_node(slurm: SlurmHere, tmp_pat
     )
     job = submit(slurm, *words, program="slow.py", steps=LONG)
     slurm.wait_for(lambda: events(slurm, "group"), 120, "a group without rank 1")
+    slurm.wait_for(lambda: events(slurm, "worker_lost"), 60, "the end of rank 1")
     slurm.ask("allranks", "scale", "run", "--ranks", "4", timeout_s=120)
     (agent,) = slurm.agents_on("n2")
     slurm.on_node("n2", "kill", "-TERM", str(agent))
