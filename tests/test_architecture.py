@@ -39,7 +39,7 @@ HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
     "files": 467,
-    "lines": 109_600,
+    "lines": 109_650,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 63,
     "imports in a circle of rooms, launcher/": 2,

@@ -7,6 +7,7 @@ nodes make some of their own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -232,8 +233,11 @@ def test_a_signal_to_the_node_of_the_head_is_one_to_the_job(
     assert [row["code"] for row in messages] == [0] * (0 if stops else len(asked))
 
 
-def test_the_head_hears_of_a_rank_that_dies_before_its_exit() -> None:
+def test_the_head_hears_of_a_rank_that_dies_before_its_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Once, by the ticket of the head, after the last beats."""
+    monkeypatch.setattr("allranks.launcher.nodes.nodes.BEATS_S", math.inf)  # else as time passes
     messages, (before, dying) = list[dict[str, Any]](), ({7: 3}, set[int]())
     channel: Any = SimpleNamespace(send=messages.append)
     ranks, facts = NodeRanks(channel), cast("Any", SimpleNamespace(host="n1"))
@@ -244,6 +248,7 @@ def test_the_head_hears_of_a_rank_that_dies_before_its_exit() -> None:
         ),
     )
     ranks._tickets.update(before)
+    ranks._beats_at = -math.inf
     ranks.report()
     dying.add(3)
     ranks.report()

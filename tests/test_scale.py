@@ -180,8 +180,9 @@ class FakeWatch:
     dismissed: list[int] = field(default_factory=list)
     dies: frozenset[int] = frozenset()
 
-    def dying(self, ranks: Iterable[int]) -> set[int]:
-        return {*self.dies} & {*ranks}
+    def look_for_the_dying(self, ranks: Iterable[int]) -> frozenset[int]:
+        dying, self.dies = self.dies.intersection(ranks), self.dies.difference(ranks)
+        return dying
 
     def start(self, process: Process) -> None:
         self.alive[process.rank] = process.rank
@@ -500,6 +501,32 @@ def test_a_rank_that_dies_is_left_out_before_its_exit_is_told(launch: Launch) ->
     launch.watch.alive.pop(1)
     launch.tick()
     assert launch.table.group.number == 1 and not launch.scaling._dying
+
+
+def test_a_rank_that_dies_before_it_leaves_is_not_waited_for(launch: Launch) -> None:
+    launch.ask(leave=(1,))
+    assert launch.table.group.from_step >= 0
+    launch.watch.dies = frozenset({1})
+    launch.tick()
+    assert (launch.table.group.members, launch.table.group.from_step) == ((0,), -1)
+    Heartbeat(launch.table.fd, 0).enter_group(2)
+    launch.tick()
+    assert not launch.answer, "its process has not ended"
+    launch.scaling.lost(1, Exit(1, -9, 0.0))
+    launch.watch.alive.pop(1)
+    launch.tick()
+    assert launch.table.group.number == 2 and launch.answer["left"] == [1]
+
+
+def test_nobody_joins_one_that_dies(launch: Launch) -> None:
+    """The last rank that trained has ended meanwhile: the job is over."""
+    launch.ask(join=1)
+    launch.watch.dies = frozenset({1})
+    launch.tick()
+    launch.watch.alive.pop(0)
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.watch.dismissed == [2] and launch.answer["report"] == "the job was done first"
 
 
 def test_a_new_rank_that_dies_in_its_first_group_is_lost_alone(launch: Launch) -> None:

@@ -439,8 +439,18 @@ def test_the_others_go_on_without_a_rank_that_dies_if_the_job_can_lose_it() -> N
         return rank != 3
 
     server: Any = SimpleNamespace(dying=lambda: {10, 12, 13, 14, 99})
-    policy = WatchPolicy(ended_well=lambda rank: rank == 2, may_lose=may_lose)
+    lost = list[int]()
+    policy = WatchPolicy(
+        ended_well=lambda rank: rank == 2,
+        may_lose=may_lose,
+        on_lost=lambda rank, exit_: lost.append(rank),
+    )
     watch = RankWatch(server, policy)
     watch.alive = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4}
-    assert watch.dying({0, 1, 2, 3}) == {0}
-    assert remaining == {frozenset({1})} and not watch.dying({1})
+    assert not watch.look_for_the_dying({1})
+    assert watch.look_for_the_dying({0, 1, 2, 3}) == watch.dying == {0}
+    assert remaining == {frozenset({1})} and not watch.look_for_the_dying({0})
+    watch.stopped = frozenset({0, 1, 4})  # as another has failed since
+    assert not watch.look_for_the_dying({4})
+    assert watch.stops_others_after_s(0, Exit(10, -9, 0.0)) == float("inf")
+    assert (lost, watch.spared, watch.dying) == ([0], {0}, set())

@@ -21,7 +21,7 @@ from allranks.launcher.world import World
 from allranks.torch import Task, state_stream
 from allranks.torch.data.batch import Batch
 
-PASS_S, LATER_S, LATER = 0.005, 0.05, 2.0  # in the first two seconds, and after
+PASS_S, LATER_S, LATER = 0.005, 0.1, 2.0  # in the first two seconds, and after
 
 
 class Counts(torch.optim.AdamW):

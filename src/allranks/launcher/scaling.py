@@ -140,8 +140,8 @@ class Scaling:
     def steer(self, watch: RankWatch) -> None:
         """Carry on with the change that was asked for, or look for a request."""
         running = set(watch.alive.values())
-        if not watch.ends:
-            self._look_for_the_dying(watch)
+        self._look_for_the_dying(watch)
+        if not watch.ends and not self.is_short:
             self._look_for_broken_connections(running)
         if self.is_short:
             self.is_short = False
@@ -152,7 +152,7 @@ class Scaling:
         if not self._pace or time.monotonic() - self._pace[-1][0] > PACE_S:
             last = max((beats[rank].step for rank in self.heartbeats.group.members), default=0)
             self._pace.append((time.monotonic(), last))
-        over, members = not running - self.joining, set(self.heartbeats.group.members)
+        over, members = not running - self.joining - self._dying, set(self.heartbeats.group.members)
         if request := next_request(self.folder.path):
             self._consider(request, watch)
         if not watch.ends:
@@ -172,9 +172,9 @@ class Scaling:
             watch.dismiss(unwanted)
 
     def _look_for_the_dying(self, watch: RankWatch) -> None:
-        """Let the others go on without members that die: their exits may come much later."""
-        self._dying.intersection_update(watch.alive.values())
-        dying = watch.dying(set(self.heartbeats.group.members) - self._dying)
+        """Let the others go on without ranks that die: their exits may come much later."""
+        leavers = self.change.leavers if self.change is not None else ()
+        dying = watch.look_for_the_dying({*self.heartbeats.group.members, *leavers})
         self._dying |= dying
         self.is_short |= bool(dying)
 

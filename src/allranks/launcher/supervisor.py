@@ -244,6 +244,7 @@ class RankWatch(Watch):
         self.spared: frozenset[int] = frozenset()
         self.hang: Hang | None = None
         self.stalled: dict[int, str | None] = {}
+        self.dying: frozenset[int] = frozenset()  # the others go on without them already
         self.stands: Mapping[int, ProcessState] = {}
         self.awake_since = self.looked_at = time.monotonic()
         if policy.heartbeats is not None:
@@ -262,15 +263,21 @@ class RankWatch(Watch):
         self.dismissed |= frozenset(ranks)
         self._signal(signal.SIGKILL, ranks)
 
-    def dying(self, ranks: Collection[int]) -> set[int]:
-        """Those of `ranks` that die, and without which the others go on.
+    def look_for_the_dying(self, ranks: Collection[int]) -> frozenset[int]:
+        """Those of `ranks` that die now, and without which the others go on: they are in `dying`.
 
-        Their exit is told once the kernel has freed all that they had.
+        Their exit is told once the kernel has freed all that they had. Then each is lost, whatever
+        has become of the others.
         """
-        dying = {self.alive[ticket] for ticket in self.server.dying() & self.alive.keys()}
-        remaining, policy = frozenset(self.alive.values()) - dying, self.policy
-        failed = {rank for rank in dying.intersection(ranks) if not policy.ended_well(rank)}
-        return {rank for rank in failed if policy.may_lose(rank, remaining)}
+        if self.stopped or (self.stop_at < NEVER and not self.reason):
+            return frozenset()
+        ends = {self.alive[ticket] for ticket in self.server.dying() & self.alive.keys()}
+        remaining, policy = frozenset(self.alive.values()) - ends, self.policy
+        failed = (ends & set(ranks)) - self.dying
+        failed = {rank for rank in failed if not policy.ended_well(rank)}
+        new = frozenset(rank for rank in failed if policy.may_lose(rank, remaining))
+        self.dying |= new
+        return new
 
     @property
     def ends(self) -> str:
@@ -319,6 +326,11 @@ class RankWatch(Watch):
         False if its whole node is lost, because peers blocked on it would hang. Roles that detect
         lost nodes themselves are in `outlive_nodes`.
         """
+        if rank in self.dying:
+            self.dying -= {rank}
+            self.spared |= {rank}
+            self.policy.on_lost(rank, ended)
+            return True
         remaining = frozenset(self.alive.values()) - self.gone
         if ended.lost and rank not in self.policy.outlive_nodes:
             return False
@@ -355,7 +367,7 @@ class RankWatch(Watch):
         if self.server.is_silent():  # ranks that wait for a lost node do not hang: report the node
             return
         there = {rank: t for t, rank in self.alive.items() if self.server.started(t)}
-        there = {rank: t for rank, t in there.items() if rank not in self.stalled}
+        there = {r: t for r, t in there.items() if r not in self.stalled and r not in self.dying}
         beats, stands = heartbeats.read(), lambda: self.server.stands(there)
         hang = find_hang(beats, there, timeout_s, self.awake_since, stands)
         if hang is not None and not self._tolerates_hang(hang):

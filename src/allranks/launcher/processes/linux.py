@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 FLAGS, EXIT_CODE = 6, 49  # of /proc/PID/stat, after the name
-ENDS = 0x4 | 0x200 | 0x400  # flags: it exits, writes its core, was killed by a signal
+ENDS, WRITES_CORE = 0x4 | 0x400, 0x200  # flags: it exits, or was killed by a signal
 
 
 def _checked(outcome: int, call: str) -> None:
@@ -72,7 +72,8 @@ def is_dying(pid: int) -> bool:
     fields = _stat(pid)
     if len(fields) <= EXIT_CODE:
         return False
-    return int(fields[EXIT_CODE]) > 0 and int(fields[FLAGS]) & ENDS != 0
+    flags, code = int(fields[FLAGS]), int(fields[EXIT_CODE])  # before Linux 5.17 no code so early
+    return flags & WRITES_CORE != 0 or (code > 0 and flags & ENDS != 0)
 
 
 def keep_freed_memory() -> None:
