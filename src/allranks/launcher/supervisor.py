@@ -264,10 +264,10 @@ class RankWatch(Watch):
         self._signal(signal.SIGKILL, ranks)
 
     def look_for_the_dying(self, ranks: Collection[int]) -> frozenset[int]:
-        """Those of `ranks` that die now, and without which the others go on: they are in `dying`.
+        """Those of `ranks` that were found to die just now, and that the job can lose.
 
-        Their exit is told once the kernel has freed all that they had. Then each is lost, whatever
-        has become of the others.
+        They are in `dying` until their exit is told, and are lost then, whatever has become of the
+        others.
         """
         if self.stopped or (self.stop_at < NEVER and not self.reason):
             return frozenset()

@@ -66,13 +66,14 @@ def state_of(pid: int) -> str:
 def is_dying(pid: int) -> bool:
     """Whether a process ends with a bad code, though its exit cannot be seen yet.
 
-    The kernel first writes its core, if it is to, and frees its memory, which took 15 s and 0.1 to
-    0.8 s for a gigabyte. Until then its connections are open, and nobody hears of its end.
+    The kernel first writes its core, if cores are wanted (15 s for a gigabyte were measured), and
+    frees its memory (0.1 to 0.8 s). Until then its connections stay open.
     """
     fields = _stat(pid)
     if len(fields) <= EXIT_CODE:
         return False
-    flags, code = int(fields[FLAGS]), int(fields[EXIT_CODE])  # before Linux 5.17 no code so early
+    flags, code = int(fields[FLAGS]), int(fields[EXIT_CODE])
+    # the flag alone: before Linux 5.17 a process that writes its core shows no exit code yet
     return flags & WRITES_CORE != 0 or (code > 0 and flags & ENDS != 0)
 
 
